@@ -1,0 +1,118 @@
+"""Sessions: demo, tests, lint, build, vllm. The wheels of this project are read from packages/*."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+DIST = ROOT / "dist"
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+CORE, REFERENCE = "vllm-fl-core", "vllm-fl-reference"
+BACKENDS = [name for name in PACKAGES if name != CORE]
+
+# vLLM version -> (torch version, Python version). The first is for every day.
+VLLM = {
+    "0.28.0": ("2.13.0", "3.11"),
+    "0.26.0": ("2.11.0", "3.12"),
+    "0.33.0": ("2.14.0", "3.11"),
+}
+EVERYDAY = next(iter(VLLM))
+EVERYDAY_PYTHON = VLLM[EVERYDAY][1]
+
+nox.needs_version = ">=2025.5.1"
+nox.options.sessions = ["lint", "tests"]
+nox.options.default_venv_backend = "virtualenv"
+nox.options.reuse_venv = "yes"
+
+
+def build_wheels(session: nox.Session) -> dict[str, Path]:
+    """Build every wheel into dist/ and return distribution -> file."""
+    shutil.rmtree(DIST, ignore_errors=True)
+    session.install("build", "hatchling")
+    for name in PACKAGES:
+        session.run(
+            "python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(DIST),
+            str(ROOT / "packages" / name), silent=True,
+        )  # fmt: skip
+    stems = {name: name.replace("-", "_") for name in PACKAGES}
+    return {name: next(DIST.glob(f"{stem}-*.whl")) for name, stem in stems.items()}
+
+
+def install_wheels(session: nox.Session, *names: str) -> None:
+    """Install the wheels of exactly these distributions of the project, freshly built."""
+    wheels = build_wheels(session)
+    session.run("python", "-m", "pip", "uninstall", "-q", "-y", *PACKAGES, silent=True)
+    session.install("--no-deps", *(str(wheels[name]) for name in names))
+    session.install(*(str(wheels[name]) for name in names))
+
+
+def install_vllm(session: nox.Session, version: str) -> None:
+    """Install vLLM as a machine without an accelerator needs it."""
+    torch, _ = VLLM[version]
+    session.install(f"torch=={torch}")
+    session.install("packaging")
+    session.install("--no-deps", f"vllm=={version}")
+    listed = session.run("python", str(ROOT / "tools" / "vllm_requirements.py"), silent=True)
+    requirements = Path(session.create_tmp()) / "vllm-requirements.txt"
+    requirements.write_text(str(listed))
+    session.install("-r", str(requirements))
+
+
+def run_pytest(session: nox.Session, *paths: str) -> None:
+    """Run pytest on the installed wheels: the source tree is not on the path."""
+    session.run(
+        "python", "-P", "-m", "pytest", *paths, *session.posargs,
+        env={"PYTHONPATH": "", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"},
+    )  # fmt: skip
+
+
+@nox.session(python=EVERYDAY_PYTHON, venv_location=f".nox/vllm-{EVERYDAY}")
+def demo(session: nox.Session) -> None:
+    """Generate text with vLLM and the tiny model, through the dispatched operators."""
+    install_vllm(session, EVERYDAY)
+    install_wheels(session, CORE, REFERENCE)
+    session.run("python", "examples/offline_inference.py", *session.posargs)
+
+
+@nox.session(python=EVERYDAY_PYTHON, venv_location=f".nox/vllm-{EVERYDAY}")
+@nox.parametrize("backend", [nox.param(name, id=name, tags=[name]) for name in BACKENDS])
+def tests(session: nox.Session, backend: str) -> None:
+    """Test core, one backend's wheel, and vLLM running through them."""
+    install_vllm(session, EVERYDAY)
+    session.install("--group=test")
+    install_wheels(session, *dict.fromkeys((CORE, REFERENCE, backend)))
+    paths = [f"packages/{backend}/tests"]
+    if backend == REFERENCE:
+        paths = [f"packages/{CORE}/tests", *paths, "tests"]
+    run_pytest(session, *paths)
+
+
+@nox.session(tags=["vllm"])
+@nox.parametrize("python,version", [nox.param(p, v, id=v) for v, (_, p) in VLLM.items()])
+def vllm(session: nox.Session, version: str) -> None:
+    """Run the parity tests on another version of vLLM."""
+    install_vllm(session, version)
+    session.install("--group=test")
+    install_wheels(session, CORE, REFERENCE)
+    run_pytest(session, "packages/vllm-fl-reference/tests", "tests")
+
+
+@nox.session(python=EVERYDAY_PYTHON)
+def lint(session: nox.Session) -> None:
+    """Check style, types and generated files."""
+    session.install("--group=lint")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+    session.run("mypy", "packages/vllm-fl-core/src")
+    for name in BACKENDS:
+        session.run("mypy", f"packages/{name}/src")
+
+
+@nox.session(python=EVERYDAY_PYTHON)
+def build(session: nox.Session) -> None:
+    """Build every wheel into dist/."""
+    for wheel in build_wheels(session).values():
+        session.log("built %s", wheel.relative_to(ROOT))

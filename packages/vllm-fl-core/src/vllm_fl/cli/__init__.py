@@ -1,0 +1,5 @@
+"""The command line ``vllm-fl``."""
+
+from vllm_fl.cli.main import main
+
+__all__ = ["main"]

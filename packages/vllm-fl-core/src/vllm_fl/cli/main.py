@@ -1,0 +1,105 @@
+"""Arguments and sub-commands. Answers without importing torch or vLLM."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_fl.cli.tables import key_values, table
+from vllm_fl.dispatch import discovery, env
+from vllm_fl.dispatch.device import choose_device
+from vllm_fl.dispatch.errors import VllmFLError
+from vllm_fl.dispatch.manager import get_default_manager
+from vllm_fl.dispatch.ops import CATALOGUE
+from vllm_fl.dispatch.report import backends, doctor, explain
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status (0 fine, 1 refused, 2 wrong usage)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        print(arguments.run(arguments), flush=True)
+    except BrokenPipeError:  # the reader has seen enough, as in `vllm-fl doctor | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except VllmFLError as error:
+        print(f"vllm-fl: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vllm-fl", description="Operators of one stock vLLM on many chips."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.add_argument("--json", action="store_true", help="print JSON")
+        added.set_defaults(run=run)
+        return added
+
+    command("list", _list, "List the installed backends and what implements each operator.")
+    explained = command("explain", _explain, "Say which implementation runs, and why not others.")
+    explained.add_argument("op", metavar="OP", help=f"one of: {', '.join(CATALOGUE)}")
+    command("doctor", _doctor, "Print versions, wheels, configuration and faults, for a report.")
+    return parser
+
+
+def _list(arguments: argparse.Namespace) -> str:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    found = backends()
+    chosen = choose_device(discovery.get_discovered_plugins(), env.PLATFORM.read()).backend
+    operators = {
+        op: [impl.impl_id for impl in manager.registry.get_implementations(op)] for op in CATALOGUE
+    }
+    if arguments.json:
+        return json.dumps({"backends": found, "device": chosen, "operators": operators}, indent=2)
+    rows = [
+        [
+            row["name"],
+            row["wheel"] or row["source"],
+            "yes" if row["usable"] else f"no: {row['reason']}",
+            (row["device"] or "-") + (" (in use)" if row["name"] == chosen else ""),
+        ]
+        for row in found
+    ]
+    return "\n\n".join(
+        (
+            table(["backend", "wheel", "usable", "device"], rows),
+            table(
+                ["operator", "implementations"],
+                [[op, ", ".join(impls) or "none"] for op, impls in operators.items()],
+            ),
+        )
+    )
+
+
+def _explain(arguments: argparse.Namespace) -> str:
+    report = explain(get_default_manager(), arguments.op)
+    if arguments.json:
+        return json.dumps(report, indent=2)
+    rows = [
+        [row["impl_id"], row["wheel"] or "by hand", row["decision"], row["reason"]]
+        for row in report["implementations"]
+    ]
+    mode = "strict: the first error raises" if report["strict"] else "falls back on errors"
+    return "\n".join(
+        (
+            report["operator"],
+            report["summary"],
+            f"Order: {' > '.join(report['order'])}; {mode}.",
+            "",
+            table(["implementation", "wheel", "decision", "reason"], rows),
+        )
+    )
+
+
+def _doctor(arguments: argparse.Namespace) -> str:
+    report = doctor(get_default_manager())
+    return json.dumps(report, indent=2, default=str) if arguments.json else key_values(report)

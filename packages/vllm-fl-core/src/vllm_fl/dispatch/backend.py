@@ -1,0 +1,111 @@
+"""Backend, the class that a wheel's entry point names, and Device, what it may bring to vLLM.
+
+The module of a backend must be light: it states facts and names functions as text, so that
+listing the installed backends imports neither torch nor any vendor library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from vllm_fl.dispatch.ops import CATALOGUE, get_spec
+from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+
+BACKEND_API = (1, 0)
+"""The (major, minor) version of what this module defines; a backend states the one it needs."""
+
+_IMPL_IDS = {
+    BackendImplKind.DEFAULT: "default.flagos",
+    BackendImplKind.REFERENCE: "reference.torch",
+}
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device that vLLM can run on through this backend.
+
+    Attributes:
+        name: torch's device type ("cpu", "cuda", "npu").
+        platform: vLLM platform class, ``"package.module:Class"``.
+        detect: whether this machine has the device; must not initialise it (a process that has
+            touched CUDA cannot fork). Returns a bool, a Decision, or a text that says why not.
+        defaults: the platform's defaults file, ``"package:file.yaml"``; None for none.
+        rank: order among devices that are all present; the CPU has 0, accelerators 100.
+    """
+
+    name: str
+    platform: str
+    detect: Callable[[], object]
+    defaults: str | None = None
+    rank: int = 100
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """An entry of :attr:`Backend.operators` with more to say than where the function is.
+
+    Attributes: as in :class:`~vllm_fl.dispatch.types.OpImpl`.
+    """
+
+    fn: str
+    supports: str | None = None
+    traceable: bool = True
+    in_place: bool = True
+
+
+class Backend:
+    """Base class of a backend. A subclass states facts; nothing here touches a device.
+
+    Attributes:
+        name: the backend's name, equal to the name of its entry point.
+        kind: DEFAULT, VENDOR or REFERENCE.
+        vendor: the vendor's name, for kind VENDOR; users write it in ``vendor:<name>``.
+        api_version: the ``BACKEND_API`` that the backend was written for.
+        operators: operator -> ``"package.module:function"`` or :class:`Implementation`. A method
+            of the subclass that has an operator's name is an implementation, too.
+        device: the device that the backend brings to vLLM, if any.
+    """
+
+    name: ClassVar[str]
+    kind: ClassVar[BackendImplKind] = BackendImplKind.VENDOR
+    vendor: ClassVar[str | None] = None
+    api_version: ClassVar[tuple[int, int]] = BACKEND_API
+    operators: ClassVar[Mapping[str, str | Implementation]] = {}
+    device: ClassVar[Device | None] = None
+
+    def is_available(self) -> object:
+        """Whether the backend's operators can run here: a bool, a Decision, or why not as text."""
+        return True
+
+    def implementations(self) -> Iterator[OpImpl | Exception]:
+        """Yield one OpImpl for each operator, or the error that this operator alone lost to."""
+        methods = [op for op in CATALOGUE if callable(getattr(self, op, None))]
+        for op_name in (*self.operators, *(op for op in methods if op not in self.operators)):
+            try:
+                get_spec(op_name)
+                yield self._implementation(op_name)
+            except Exception as error:
+                yield error
+
+    def _implementation(self, op_name: str) -> OpImpl:
+        declared = self.operators.get(op_name)
+        if isinstance(declared, str):
+            declared = Implementation(declared)
+        extras: dict[str, Any] = {}
+        if declared is not None:
+            extras = {
+                "supports": declared.supports,
+                "traceable": declared.traceable,
+                "in_place": declared.in_place,
+            }
+        return OpImpl(
+            op_name=op_name,
+            impl_id=_IMPL_IDS.get(self.kind, f"vendor.{self.vendor}"),
+            kind=self.kind,
+            fn=declared.fn if declared is not None else getattr(self, op_name),
+            vendor=self.vendor,
+            available=self.is_available,
+            **extras,
+        )

@@ -1,0 +1,43 @@
+"""Counts of calls and fall-backs by operator and implementation, while they are switched on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from vllm_fl.dispatch.types import OpImpl
+
+
+class Counters:
+    """Counts of one manager.
+
+    Attributes:
+        enabled: whether newly bound functions count their calls.
+        calls: (operator, implementation id) -> finished and failed calls.
+        fallbacks: (operator, implementation id) -> calls that another implementation answered.
+    """
+
+    def __init__(self) -> None:
+        self.enabled = False
+        self.calls: Counter[tuple[str, str]] = Counter()
+        self.fallbacks: Counter[tuple[str, str]] = Counter()
+
+    def counted(self, impl: OpImpl, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``fn`` with its calls counted."""
+        calls, key = self.calls, (impl.op_name, impl.impl_id)
+
+        def count_and_call(*args: Any, **kwargs: Any) -> Any:
+            calls[key] += 1
+            return fn(*args, **kwargs)
+
+        return count_and_call
+
+    def fell_back(self, op_name: str, impl_id: str) -> None:
+        """Count a call that another implementation answered."""
+        self.fallbacks[op_name, impl_id] += 1
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self.calls.clear()
+        self.fallbacks.clear()

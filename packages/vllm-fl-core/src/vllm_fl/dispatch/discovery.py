@@ -1,0 +1,246 @@
+"""Finding backends: the entry-point group ``vllm_fl.backends`` and VLLM_FL_PLUGIN_MODULES.
+
+Each backend is loaded alone, once a process: one that cannot be loaded loses itself with its
+reason, and what the user named in VLLM_FL_PLUGIN_MODULES must work or raise.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.dispatch import env
+from vllm_fl.dispatch.backend import BACKEND_API, Backend, Device
+from vllm_fl.dispatch.errors import BackendLoadError
+from vllm_fl.dispatch.registry import OpRegistry
+from vllm_fl.dispatch.types import YES, Decision, load_object
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+PLUGIN_GROUP = "vllm_fl.backends"
+PLUGIN_MODULES_ENV = env.PLUGIN_MODULES.name
+
+
+@dataclass
+class DiscoveredBackend:
+    """One backend that was found, usable or not.
+
+    Attributes:
+        name: its name.
+        source: the entry point or the variable that named it.
+        distribution: the wheel it came from; empty for a module named by hand.
+        version: the wheel's version.
+        backend: the Backend instance; None for one that only registers functions.
+        register_builtins: the function of a backend without a Backend class.
+        decision: whether it can be used, and why not.
+        details: the traceback of what went wrong.
+        problems: operators that lost themselves alone at registration, each with its reason.
+    """
+
+    name: str
+    source: str
+    distribution: str = ""
+    version: str = ""
+    backend: Backend | None = None
+    register_builtins: Callable[[OpRegistry], object] | None = None
+    decision: Decision = YES
+    details: str = ""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def device(self) -> Device | None:
+        """The device that the backend brings to vLLM, if any."""
+        return self.backend.device if self.backend is not None else None
+
+    @property
+    def wheel(self) -> str:
+        """Distribution and version as shown to users."""
+        return f"{self.distribution} {self.version}".strip()
+
+    def reject(self, reason: str) -> None:
+        """Record why the backend cannot be used."""
+        self.decision = Decision.no(reason)
+
+    def register(self, registry: OpRegistry) -> None:
+        """Register what the backend implements; an operator that does not fit loses itself alone.
+
+        Raises:
+            Exception: whatever ``register_builtins`` raised; nothing of it is registered then.
+        """
+        self.problems.clear()
+        if self.backend is not None:
+            for impl in self.backend.implementations():
+                try:
+                    if isinstance(impl, Exception):
+                        raise impl
+                    registry.register_impl(impl.from_wheel(self.distribution, self.version))
+                except Exception as error:
+                    self.problems.append(str(error))
+        elif self.register_builtins is not None:
+            collected = OpRegistry()
+            self.register_builtins(collected)
+            groups = collected.snapshot().impls_by_op.values()
+            impls = [impl for group in groups for impl in group]
+            registry.register_many(i.from_wheel(self.distribution, self.version) for i in impls)
+
+
+def normalise(distribution: str) -> str:
+    """Normalise a distribution's name as the packaging specifications say."""
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def scan() -> list[EntryPoint]:
+    """Return the entry points of installed backends, sorted, one a distribution and name.
+
+    A distribution that is found twice (an editable install beside metadata of the source tree, an
+    older copy later on the path) counts once, as the import system would have it: the first.
+    """
+    from importlib.metadata import entry_points
+
+    first: dict[tuple[str, str], EntryPoint] = {}
+    for entry in entry_points(group=PLUGIN_GROUP):
+        owner = normalise(entry.dist.name) if entry.dist is not None else entry.value
+        first.setdefault((entry.name, owner), entry)
+    return [first[key] for key in sorted(first)]
+
+
+_lock = threading.RLock()
+_found: tuple[DiscoveredBackend, ...] | None = None
+
+
+def get_discovered_plugins() -> tuple[DiscoveredBackend, ...]:
+    """Find and load every backend, once a process; sorted by name.
+
+    Raises:
+        BackendLoadError: a module that VLLM_FL_PLUGIN_MODULES names cannot be used.
+    """
+    global _found
+    with _lock:
+        if _found is None:
+            _found = tuple(sorted(_discover(), key=lambda record: record.name))
+        return _found
+
+
+def clear_discovered_plugins() -> None:
+    """Forget what was found, so that the next call looks again."""
+    global _found
+    with _lock:
+        _found = None
+
+
+def discover_plugins(registry: OpRegistry) -> int:
+    """Register every usable backend in ``registry``; return how many there are.
+
+    Raises:
+        BackendLoadError: a module that VLLM_FL_PLUGIN_MODULES names cannot be used.
+    """
+    usable = 0
+    for record in get_discovered_plugins():
+        if not record.decision:
+            continue
+        try:
+            record.register(registry)
+            usable += 1
+        except Exception as error:
+            _reject(record, f"it cannot be registered: {type(error).__name__}: {error}")
+    return usable
+
+
+def _reject(record: DiscoveredBackend, reason: str) -> None:
+    """Refuse a backend because of the exception being handled; raise if the user named it."""
+    record.reject(reason)
+    record.details = traceback.format_exc()
+    if record.source == PLUGIN_MODULES_ENV:
+        raise BackendLoadError(
+            f"{PLUGIN_MODULES_ENV} names {record.name!r}, but {reason}"
+        )  # chained to the exception being handled
+
+
+def _discover() -> list[DiscoveredBackend]:
+    found = []
+    owners: dict[str, str] = {}
+    for entry in _owners_first(scan()):
+        record = DiscoveredBackend(
+            entry.name,
+            source=f"entry point {entry.value}",
+            distribution=entry.dist.name if entry.dist is not None else "",
+            version=entry.dist.version if entry.dist is not None else "",
+        )
+        found.append(record)
+        owner = owners.setdefault(entry.name, record.distribution)
+        if owner == record.distribution:
+            _load(record, entry.load)
+        else:
+            record.reject(f"the name {entry.name!r} is taken by {owner}; uninstall one of the two")
+    for name in env.PLUGIN_MODULES.read():
+        record = DiscoveredBackend(name, source=PLUGIN_MODULES_ENV)
+        found.append(record)
+        _load(record, functools.partial(_import_named, name))
+    return found
+
+
+def _owners_first(entries: Iterable[EntryPoint]) -> list[EntryPoint]:
+    """Put the entry point x of distribution vllm-fl-x before another wheel's entry point x."""
+
+    def foreign(entry: EntryPoint) -> bool:
+        return entry.dist is None or normalise(entry.dist.name) != f"vllm-fl-{entry.name}"
+
+    return sorted(entries, key=lambda entry: (entry.name, foreign(entry)))
+
+
+def _import_named(name: str) -> Any:
+    return load_object(name) if ":" in name else importlib.import_module(name)
+
+
+def _load(record: DiscoveredBackend, load: Callable[[], Any]) -> None:
+    try:
+        target = load()
+        if isinstance(target, type) and issubclass(target, Backend):
+            target = target()
+        if isinstance(target, Backend):
+            _accept_backend(record, target)
+        else:
+            record.register_builtins = _registration_function(target)
+    except Exception as error:
+        _reject(record, f"it cannot be loaded: {type(error).__name__}: {error}")
+
+
+def _accept_backend(record: DiscoveredBackend, backend: Backend) -> None:
+    if record.distribution and backend.name != record.name:
+        raise BackendLoadError(
+            f"the entry point is named {record.name!r} but its backend {backend.name!r}"
+        )
+    needed = backend.api_version
+    if needed[0] != BACKEND_API[0] or needed > BACKEND_API:
+        raise BackendLoadError(
+            f"it was written for backend API {needed[0]}.{needed[1]}, this vllm-fl-core provides "
+            f"{BACKEND_API[0]}.{BACKEND_API[1]}; install versions that match"
+        )
+    record.name = backend.name
+    record.backend = backend
+
+
+def _registration_function(target: Any) -> Callable[[OpRegistry], object]:
+    function = target
+    if isinstance(target, ModuleType):
+        function = getattr(target, "register_builtins", None)
+    if not callable(function):
+        raise BackendLoadError(
+            f"{target!r} is neither a Backend class nor a function register_builtins(registry), "
+            "nor a module that has one"
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def reinit_lock_after_fork() -> None:
+    """Replace the lock in a forked child, where its holder no longer runs."""
+    global _lock
+    _lock = threading.RLock()

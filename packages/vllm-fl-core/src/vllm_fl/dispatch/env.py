@@ -1,0 +1,170 @@
+"""Every environment variable of vllm-fl: its parser, default and documentation.
+
+Nothing else in the project reads ``os.environ``; the table in docs/environment.md is generated
+from :data:`VARIABLES`. Values are parsed strictly: what cannot be understood is an error that
+names the variable, what was given and what is allowed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_fl.dispatch.errors import ConfigError, nearest
+
+_BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
+
+
+def parse_bool(text: str) -> bool:
+    """Parse 1/true/yes/on and 0/false/no/off, in any case."""
+    value = _BOOLEANS.get(text.strip().lower())
+    if value is None:
+        raise ValueError(f"not a boolean. Allowed: {', '.join(_BOOLEANS)}.")
+    return value
+
+
+def parse_list(text: str) -> tuple[str, ...]:
+    """Parse comma-separated names; blanks around them are dropped, empty entries refused."""
+    if not text.strip():
+        return ()
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise ValueError("an entry between commas is empty. Write 'a,b'.")
+    return names
+
+
+def parse_per_op(text: str) -> dict[str, tuple[str, ...]]:
+    """Parse ``"rms_norm=vendor|flagos;silu_and_mul=reference"`` into operator -> order tokens."""
+    orders: dict[str, tuple[str, ...]] = {}
+    for entry in filter(None, (part.strip() for part in text.split(";"))):
+        op, separator, tokens = entry.partition("=")
+        order = tuple(token.strip() for token in tokens.split("|"))
+        if not separator or not op.strip() or not all(order):
+            raise ValueError(f"{entry!r} is not of the form 'operator=token|token'.")
+        if op.strip() in orders:
+            raise ValueError(f"operator {op.strip()!r} appears twice.")
+        orders[op.strip()] = order
+    return orders
+
+
+def parse_choice(*allowed: str) -> Callable[[str], str]:
+    """Return a parser that takes one of ``allowed``, in any case."""
+
+    def parse(text: str) -> str:
+        value = text.strip().lower()
+        if value not in allowed:
+            raise ValueError(nearest(value, allowed))
+        return value
+
+    return parse
+
+
+def parse_log_level(text: str) -> str:
+    """Parse a level name of the logging module, in any case."""
+    return parse_choice("debug", "info", "warning", "error", "critical")(text).upper()
+
+
+def parse_file(text: str) -> Path:
+    """Parse the path of an existing file."""
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise ValueError("no such file. Give the path of an existing file, or unset the variable.")
+    return path
+
+
+@dataclass(frozen=True)
+class EnvVar:
+    """One environment variable.
+
+    Attributes:
+        name: the full name.
+        parse: turns the text into a value; raises ValueError with what is allowed.
+        default: the value when the variable is unset or empty.
+        form: how a value is written, for the documentation.
+        doc: what it does.
+    """
+
+    name: str
+    parse: Callable[[str], Any]
+    default: Any
+    form: str
+    doc: str
+
+    def read(self, environ: Mapping[str, str] | None = None) -> Any:
+        """Return the parsed value, or the default when unset or empty.
+
+        Raises:
+            ConfigError: the text cannot be parsed.
+        """
+        text = (os.environ if environ is None else environ).get(self.name, "")
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ConfigError(f"{self.name}={text!r}: {error}") from error
+
+    def is_set(self, environ: Mapping[str, str] | None = None) -> bool:
+        """Whether the variable is set to something other than the empty text."""
+        return bool((os.environ if environ is None else environ).get(self.name))
+
+
+CONFIG = EnvVar(
+    "VLLM_FL_CONFIG", parse_file, None, "path",
+    "A YAML file with the whole configuration. It replaces every other source.",
+)  # fmt: skip
+PREFER = EnvVar(
+    "VLLM_FL_PREFER", parse_choice("flagos", "vendor", "reference"), "flagos",
+    "flagos | vendor | reference",
+    "The kind of implementation that is tried first; the other kinds follow.",
+)  # fmt: skip
+STRICT = EnvVar(
+    "VLLM_FL_STRICT", parse_bool, False, "boolean",
+    "On: the first error of an implementation raises, nothing falls back.",
+)  # fmt: skip
+PER_OP = EnvVar(
+    "VLLM_FL_PER_OP", parse_per_op, {}, "op=token|token;op=token",
+    "Per operator, the order tokens to try. Tokens: flagos, vendor, vendor:NAME, reference, "
+    "impl:ID. Only what is listed may run.",
+)  # fmt: skip
+ALLOW_VENDORS = EnvVar(
+    "VLLM_FL_ALLOW_VENDORS", parse_list, None, "a,b",
+    "Vendors whose implementations may run; unset means all.",
+)  # fmt: skip
+DENY_VENDORS = EnvVar(
+    "VLLM_FL_DENY_VENDORS", parse_list, (), "a,b",
+    "Vendors whose implementations may not run.",
+)  # fmt: skip
+PLATFORM = EnvVar(
+    "VLLM_FL_PLATFORM", str.strip, None, "name",
+    "The device to run on, by the name of the backend that provides it (see `vllm-fl list`), "
+    "instead of the first that claims this machine.",
+)  # fmt: skip
+PLUGIN_MODULES = EnvVar(
+    "VLLM_FL_PLUGIN_MODULES", parse_list, (), "module,module:object",
+    "More backends: importable modules with `register_builtins(registry)`, or `module:Backend`.",
+)  # fmt: skip
+LOG_LEVEL = EnvVar(
+    "VLLM_FL_LOG_LEVEL", parse_log_level, "INFO", "debug | info | warning | error | critical",
+    "Level of the vllm_fl loggers.",
+)  # fmt: skip
+DISPATCH_DEBUG = EnvVar(
+    "VLLM_FL_DISPATCH_DEBUG", parse_bool, False, "boolean",
+    "Print every decision with its reasons, count calls, and print the counts at exit.",
+)  # fmt: skip
+
+VARIABLES: tuple[EnvVar, ...] = tuple(v for v in list(globals().values()) if isinstance(v, EnvVar))
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
+    """Yield (name, advice) for every set ``VLLM_FL_`` variable that does not exist."""
+    known = {variable.name for variable in VARIABLES}
+    for name in sorted(os.environ if environ is None else environ):
+        if name.startswith("VLLM_FL_") and name not in known:
+            yield name, nearest(name, known)

@@ -1,0 +1,228 @@
+"""Which implementation of an operator runs: the policy and the pure ranking.
+
+A policy is data; :func:`rank` is a function of (implementations, policy, availability) and reads
+nothing else, so that the choice for any chip can be computed and tested on any machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm_fl.dispatch.errors import ConfigError, NoImplementationError, nearest
+from vllm_fl.dispatch.ops import get_spec
+from vllm_fl.dispatch.types import YES, BackendImplKind, Decision, OpImpl
+
+PREFER_DEFAULT = BackendImplKind.DEFAULT.value
+PREFER_VENDOR = BackendImplKind.VENDOR.value
+PREFER_REFERENCE = BackendImplKind.REFERENCE.value
+_KINDS = tuple(kind.value for kind in BackendImplKind)
+_ORDERS: Mapping[str, tuple[str, ...]] = {
+    PREFER_DEFAULT: (PREFER_DEFAULT, PREFER_VENDOR, PREFER_REFERENCE),
+    PREFER_VENDOR: (PREFER_VENDOR, PREFER_DEFAULT, PREFER_REFERENCE),
+    PREFER_REFERENCE: (PREFER_REFERENCE, PREFER_DEFAULT, PREFER_VENDOR),
+}
+
+
+def check_token(token: str) -> str:
+    """Return ``token`` if it is an order token.
+
+    Raises:
+        ConfigError: it is none of flagos, vendor, vendor:NAME, reference, impl:ID.
+    """
+    prefix, separator, name = token.partition(":")
+    if token in _KINDS or (separator and name and prefix in ("vendor", "impl")):
+        return token
+    advice = nearest(token, (*_KINDS, "vendor:NAME", "impl:ID"))
+    raise ConfigError(f"Unknown order token {token!r}. {advice}")
+
+
+def match_token(impl: OpImpl, token: str) -> bool:
+    """Whether an order token names this implementation."""
+    prefix, separator, name = token.partition(":")
+    if not separator:
+        return impl.kind.value == token
+    if prefix == "vendor":
+        return impl.kind is BackendImplKind.VENDOR and impl.vendor == name
+    return prefix == "impl" and impl.impl_id == name
+
+
+@dataclass(frozen=True)
+class SelectionPolicy:
+    """How implementations are chosen. Immutable; make one with :meth:`from_dict`.
+
+    Attributes:
+        prefer: the kind that is tried first for operators without an order of their own.
+        strict: the first error raises; nothing falls back.
+        per_op_order: (operator, order tokens) pairs; for these operators only what is listed
+            may run.
+        deny_vendors: vendors that may not run.
+        allow_vendors: the only vendors that may run; None means any.
+    """
+
+    prefer: str = PREFER_DEFAULT
+    strict: bool = False
+    per_op_order: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    deny_vendors: frozenset[str] = frozenset()
+    allow_vendors: frozenset[str] | None = None
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        if self.prefer not in _ORDERS:
+            raise ConfigError(f"prefer={self.prefer!r}. {nearest(str(self.prefer), _ORDERS)}")
+        if not isinstance(self.strict, bool):
+            raise ConfigError(f"strict={self.strict!r} is not a boolean. Allowed: true, false.")
+        for op, order in self.per_op_order:
+            get_spec(op)
+            if not order:
+                raise ConfigError(
+                    f"The order of operator {op!r} is empty; name at least one token."
+                )
+            for token in order:
+                check_token(token)
+        both = self.deny_vendors & (self.allow_vendors or frozenset())
+        if both:
+            raise ConfigError(f"Vendors both allowed and denied: {', '.join(sorted(both))}.")
+        key = (self.prefer, self.strict, self.per_op_order, self.deny_vendors, self.allow_vendors)
+        object.__setattr__(self, "_hash", hash(key))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @classmethod
+    def from_dict(
+        cls,
+        prefer: str = PREFER_DEFAULT,
+        strict: bool = False,
+        per_op_order: Mapping[str, Iterable[str]] | None = None,
+        deny_vendors: Iterable[str] = (),
+        allow_vendors: Iterable[str] | None = None,
+    ) -> SelectionPolicy:
+        """Make a policy from ordinary containers.
+
+        Raises:
+            ConfigError: a value is not allowed; UnknownOperatorError: an operator does not exist.
+        """
+        orders = sorted((per_op_order or {}).items())
+        return cls(
+            prefer=prefer,
+            strict=strict,
+            per_op_order=tuple((op, tuple(order)) for op, order in orders),
+            deny_vendors=frozenset(deny_vendors),
+            allow_vendors=None if allow_vendors is None else frozenset(allow_vendors),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments of :meth:`from_dict`, as JSON-ready containers."""
+        return {
+            "prefer": self.prefer,
+            "strict": self.strict,
+            "per_op_order": {op: list(order) for op, order in self.per_op_order},
+            "deny_vendors": sorted(self.deny_vendors),
+            "allow_vendors": None if self.allow_vendors is None else sorted(self.allow_vendors),
+        }
+
+    @property
+    def per_op_order_dict(self) -> dict[str, tuple[str, ...]]:
+        """The per-operator orders as a dictionary."""
+        return dict(self.per_op_order)
+
+    def get_per_op_order(self, op_name: str) -> tuple[str, ...] | None:
+        """The operator's own order, or None."""
+        return self.per_op_order_dict.get(op_name)
+
+    def get_default_order(self) -> tuple[str, ...]:
+        """The order of operators that have none of their own."""
+        return _ORDERS[self.prefer]
+
+    def is_vendor_allowed(self, vendor: str) -> bool:
+        """Whether a vendor's implementations may run."""
+        return self.vendor_decision(vendor).accepted
+
+    def vendor_decision(self, vendor: str) -> Decision:
+        """Whether a vendor's implementations may run, and why not."""
+        if vendor in self.deny_vendors:
+            return Decision.no(f"vendor {vendor} is denied")
+        if self.allow_vendors is not None and vendor not in self.allow_vendors:
+            allowed = ", ".join(sorted(self.allow_vendors)) or "none"
+            return Decision.no(f"vendor {vendor} is not allowed (allowed: {allowed})")
+        return YES
+
+    def fingerprint(self) -> str:
+        """A short hash of the content, equal in every process."""
+        text = json.dumps(self.to_dict(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """The outcome for one operator.
+
+    Attributes:
+        op_name: the operator.
+        order: the implementations that may run, first choice first.
+        rejected: the others with the reason for each.
+    """
+
+    op_name: str
+    order: tuple[OpImpl, ...]
+    rejected: tuple[tuple[OpImpl, Decision], ...]
+
+    def require(self, hint: str = "") -> tuple[OpImpl, ...]:
+        """Return the order.
+
+        Raises:
+            NoImplementationError: it is empty; one line an implementation says why.
+        """
+        if self.order:
+            return self.order
+        lines = [f"No implementation of {self.op_name!r} may run."]
+        lines += [f"  {impl.impl_id}: {decision.reason}" for impl, decision in self.rejected]
+        if not self.rejected:
+            lines.append("  None is installed.")
+        raise NoImplementationError("\n".join(filter(None, (*lines, hint))))
+
+
+def rank(
+    op_name: str,
+    impls: Iterable[OpImpl],
+    policy: SelectionPolicy,
+    quarantined: Mapping[str, str],
+    availability: Callable[[OpImpl], Decision] = OpImpl.availability,
+) -> Ranking:
+    """Order an operator's implementations under a policy. Pure but for ``availability``.
+
+    The order tokens decide first, then priority (higher first), then the id, so the result does
+    not depend on the order of registration.
+
+    Args:
+        op_name: the operator.
+        impls: its implementations.
+        policy: the policy.
+        quarantined: implementation id -> why it failed earlier.
+        availability: asked only for implementations that the policy admits.
+    """
+    own_order = policy.get_per_op_order(op_name)
+    tokens = own_order or policy.get_default_order()
+    accepted: list[tuple[int, int, str, OpImpl]] = []
+    rejected: list[tuple[OpImpl, Decision]] = []
+    for impl in sorted(impls, key=lambda impl: impl.impl_id):
+        place = next((i for i, token in enumerate(tokens) if match_token(impl, token)), None)
+        decision = YES
+        if place is None:
+            decision = Decision.no(f"the order for {op_name} is {' > '.join(tokens)}")
+        if decision and impl.vendor is not None:
+            decision = policy.vendor_decision(impl.vendor)
+        if decision and impl.impl_id in quarantined:
+            decision = Decision.no(f"it failed earlier: {quarantined[impl.impl_id]}")
+        if decision:
+            decision = availability(impl)
+        if decision:
+            accepted.append((place or 0, -(impl.priority or 0), impl.impl_id, impl))
+        else:
+            rejected.append((impl, decision))
+    accepted.sort(key=lambda entry: entry[:3])
+    return Ranking(op_name, tuple(entry[3] for entry in accepted), tuple(rejected))

@@ -1,0 +1,134 @@
+"""What dispatch decided, as data for people and programs: explain, the operator table, doctor."""
+
+from __future__ import annotations
+
+import platform as machine
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from vllm_fl.dispatch import discovery, env, state
+from vllm_fl.dispatch.device import choose_device
+from vllm_fl.dispatch.errors import VllmFLError
+from vllm_fl.dispatch.manager import OpManager
+from vllm_fl.dispatch.ops import CATALOGUE, get_spec
+
+_PACKAGES = ("vllm-fl-core", "vllm", "torch", "triton", "flag-gems", "torch-npu", "transformers")
+
+
+def explain(manager: OpManager, op_name: str) -> dict[str, Any]:
+    """Return every implementation of an operator with the decision about it.
+
+    Raises:
+        UnknownOperatorError: the operator does not exist.
+    """
+    spec = get_spec(op_name)
+    policy = state.get_policy()
+    ranking = manager.rank(op_name, policy)
+    order = policy.get_per_op_order(op_name) or policy.get_default_order()
+    rows = [
+        {
+            "impl_id": impl.impl_id,
+            "kind": impl.kind.value,
+            "wheel": impl.wheel,
+            "decision": "chosen" if place == 0 else f"fall-back {place}",
+            "reason": "" if place == 0 else f"outranked by {ranking.order[0].impl_id}",
+        }
+        for place, impl in enumerate(ranking.order)
+    ]
+    rows += [
+        {
+            "impl_id": impl.impl_id,
+            "kind": impl.kind.value,
+            "wheel": impl.wheel,
+            "decision": "refused",
+            "reason": decision.reason,
+        }
+        for impl, decision in ranking.rejected
+    ]
+    return {
+        "operator": f"{op_name}{spec.signature}",
+        "summary": spec.summary,
+        "order": list(order),
+        "strict": policy.strict,
+        "implementations": rows,
+    }
+
+
+def operator_table(manager: OpManager) -> list[dict[str, Any]]:
+    """Return, for each operator, what is chosen for it and whatever else ran, with the calls.
+
+    Calls are counted only while ``manager.count_calls`` is on.
+    """
+    manager.ensure_initialized()
+    failed = manager.get_failed_impls()
+    rows = []
+    for op_name in CATALOGUE:
+        order = manager.rank(op_name).order
+        calls = manager.counters.calls
+        for impl in manager.registry.get_implementations(op_name):
+            chosen = bool(order) and impl == order[0]
+            if chosen or calls[op_name, impl.impl_id]:
+                rows.append(
+                    {
+                        "op": op_name,
+                        "implementation": impl.impl_id,
+                        "wheel": impl.distribution,
+                        "version": impl.version,
+                        "calls": calls[op_name, impl.impl_id],
+                        "chosen": chosen,
+                        "failed": failed.get(op_name, {}).get(impl.impl_id, ""),
+                    }
+                )
+    return rows
+
+
+def backends() -> list[dict[str, Any]]:
+    """Return one row a backend that discovery found."""
+    return [
+        {
+            "name": record.name,
+            "wheel": record.wheel,
+            "source": record.source,
+            "usable": record.decision.accepted,
+            "reason": record.decision.reason,
+            "problems": list(record.problems),
+            "device": record.device.name if record.device is not None else None,
+        }
+        for record in discovery.get_discovered_plugins()
+    ]
+
+
+def doctor(manager: OpManager) -> dict[str, Any]:
+    """Return everything that a report of a fault needs; holds no secrets."""
+    report: dict[str, Any] = {
+        "python": sys.version.split()[0],
+        "system": f"{machine.system()} {machine.machine()}",
+        "packages": {name: _installed(name) for name in _PACKAGES},
+        "environment": {v.name: v.read() for v in env.VARIABLES if v.is_set()},
+        "unknown_variables": dict(env.unknown_variables()),
+    }
+    try:
+        manager.ensure_initialized()
+        choice = choose_device(discovery.get_discovered_plugins(), env.PLATFORM.read())
+        report["backends"] = backends()
+        report["device"] = {
+            "backend": choice.backend,
+            "refused": {name: d.reason for name, d in choice.claims.items() if not d},
+        }
+        config = state.current_config()
+        report["config"] = {
+            key: {"value": value.value, "source": value.source}
+            for key, value in config.values.items()
+        }
+        report["operators"] = operator_table(manager)
+    except VllmFLError as error:
+        report["error"] = str(error)
+    return report
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

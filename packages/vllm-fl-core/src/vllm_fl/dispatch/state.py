@@ -1,0 +1,159 @@
+"""The policy in force: one for the process, and one that a thread or task may lay over it.
+
+A context (:func:`policy_context`) is seen by its thread or asyncio task alone. A change of the
+process-wide policy advances the epoch and is told to every manager, which re-binds live handles.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
+
+from vllm_fl.dispatch import config, discovery, env
+from vllm_fl.dispatch.device import choose_device
+from vllm_fl.dispatch.policy import SelectionPolicy
+
+SCOPED: ContextVar[SelectionPolicy | None] = ContextVar("vllm_fl_policy", default=None)
+
+_lock = threading.Lock()
+_policy: SelectionPolicy | None = None
+_epoch = 0
+_listeners: weakref.WeakSet[PolicyListener] = weakref.WeakSet()
+
+
+class PolicyListener:
+    """Base of what is told about process-wide changes of the policy."""
+
+    def policy_changed(self) -> None:
+        """Called after the process-wide policy has changed, in the changing thread."""
+        raise NotImplementedError
+
+
+def listen(listener: PolicyListener) -> None:
+    """Tell ``listener`` (held weakly) about changes."""
+    _listeners.add(listener)
+
+
+def current_config() -> config.Config:
+    """Return the effective configuration for the device of this machine.
+
+    Raises:
+        ConfigError: a source holds something that is not allowed.
+    """
+    choice = choose_device(discovery.get_discovered_plugins(), env.PLATFORM.read())
+    return config.load(choice.device.defaults if choice.device is not None else None)
+
+
+def get_policy() -> SelectionPolicy:
+    """Return the policy in force here: the innermost context's, else the process's."""
+    return SCOPED.get() or get_global_policy()
+
+
+def get_global_policy() -> SelectionPolicy:
+    """Return the process-wide policy; the first call reads the configuration."""
+    global _policy
+    policy = _policy
+    if policy is None:
+        loaded = current_config().policy()
+        with _lock:
+            if _policy is None:
+                _policy = loaded
+            policy = _policy
+    return policy
+
+
+def get_policy_epoch() -> int:
+    """Return a number that grows with every process-wide change."""
+    return _epoch
+
+
+def set_global_policy(policy: SelectionPolicy) -> SelectionPolicy:
+    """Set the process-wide policy and re-bind live handles; return the policy before."""
+    before = get_global_policy()
+    _publish(policy)
+    return before
+
+
+def reset_global_policy() -> None:
+    """Go back to what the configuration says, reading it again."""
+    _publish(None)
+
+
+def _publish(policy: SelectionPolicy | None) -> None:
+    global _policy, _epoch
+    with _lock:
+        _policy = policy
+        _epoch += 1
+    for listener in tuple(_listeners):
+        listener.policy_changed()
+
+
+def policy_from_config(path: str | Path) -> SelectionPolicy:
+    """Return the policy that a YAML file describes.
+
+    Raises:
+        ConfigError: the file does not exist or holds something that is not allowed.
+    """
+    return config.load(environ={env.CONFIG.name: str(path)}).policy()
+
+
+@contextmanager
+def policy_context(policy: SelectionPolicy) -> Iterator[SelectionPolicy]:
+    """Lay ``policy`` over the process-wide one, for this thread or task, until the block ends."""
+    with _overlay(lambda _: policy) as inner:
+        yield inner
+
+
+@contextmanager
+def _overlay(
+    change: Callable[[SelectionPolicy], SelectionPolicy],
+) -> Iterator[SelectionPolicy]:
+    policy = change(get_policy())
+    token = SCOPED.set(policy)
+    try:
+        yield policy
+    finally:
+        SCOPED.reset(token)
+
+
+@contextmanager
+def with_strict_mode() -> Iterator[SelectionPolicy]:
+    """Make the policy in force strict until the block ends."""
+    with _overlay(lambda policy: replace(policy, strict=True)) as inner:
+        yield inner
+
+
+@contextmanager
+def with_preference(prefer: str) -> Iterator[SelectionPolicy]:
+    """Prefer "flagos", "vendor" or "reference" until the block ends."""
+    with _overlay(lambda policy: replace(policy, prefer=prefer)) as inner:
+        yield inner
+
+
+@contextmanager
+def with_allowed_vendors(*vendors: str) -> Iterator[SelectionPolicy]:
+    """Allow only these vendors until the block ends."""
+    with _overlay(lambda policy: replace(policy, allow_vendors=frozenset(vendors))) as inner:
+        yield inner
+
+
+@contextmanager
+def with_denied_vendors(*vendors: str) -> Iterator[SelectionPolicy]:
+    """Deny these vendors, too, until the block ends."""
+
+    def deny(policy: SelectionPolicy) -> SelectionPolicy:
+        return replace(policy, deny_vendors=policy.deny_vendors | frozenset(vendors))
+
+    with _overlay(deny) as inner:
+        yield inner
+
+
+def reinit_lock_after_fork() -> None:
+    """Replace the lock in a forked child, where its holder no longer runs."""
+    global _lock
+    _lock = threading.Lock()

@@ -1,0 +1,1 @@
+"""The vLLM side: platform, layers, attention selection, and what runs inside the workers."""

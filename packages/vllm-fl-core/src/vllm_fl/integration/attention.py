@@ -1,0 +1,70 @@
+"""Choosing the attention backend: dispatch ranks, the backend class says what it cannot do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.dispatch.logging import get_logger
+from vllm_fl.dispatch.manager import get_default_manager
+from vllm_fl.dispatch.state import get_policy
+from vllm_fl.dispatch.types import load_object
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+logger = get_logger("vllm_fl.integration")
+OPERATOR = "attention_backend"
+
+
+def select_backend(
+    platform: Any,
+    selected: AttentionBackendEnum | None,
+    config: AttentionSelectorConfig,
+) -> str:
+    """Return the qualified name of the attention backend class for a layer group.
+
+    The implementations of ``attention_backend`` are asked in the policy's order; the first whose
+    class accepts the configuration is taken. What the user asked for with
+    ``--attention-backend`` is taken or refused, never replaced.
+
+    Args:
+        platform: the platform class.
+        selected: the user's choice; None for none.
+        config: what the layers need.
+
+    Raises:
+        ValueError: none can serve it; the message gives each one's reasons.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    manager = get_default_manager()
+    candidates = manager.resolve_candidates(OPERATOR)
+    if get_policy().strict:
+        candidates = candidates[:1]
+    refusals = []
+    for impl in candidates:
+        choose = manager.function(impl)
+        reference = choose(use_mla=config.use_mla, use_sparse=config.use_sparse)
+        backend = load_object(reference)
+        problems = backend.validate_configuration(
+            device_capability=platform.get_device_capability(), **config._asdict()
+        )
+        name = backend.get_name()
+        if selected is not None and selected.name != name:
+            problems = [f"it is {name}, and {selected.name} was asked for", *problems]
+        if problems:
+            refusals.append(f"  {impl.impl_id} ({name}, {reference}): {'; '.join(problems)}")
+            continue
+        path = str(reference).replace(":", ".")
+        if name == AttentionBackendEnum.CUSTOM.name:
+            register_backend(AttentionBackendEnum.CUSTOM, path)
+        logger.info("Attention backend: %s (%s, %s)", path, impl.impl_id, impl.wheel or "by hand")
+        return path
+    asked = f" for --attention-backend {selected.name}" if selected is not None else ""
+    raise ValueError(
+        f"No attention backend of vllm-fl can serve this model on the {platform.device_name} "
+        f"platform{asked}.\n" + "\n".join(refusals) + f"\nWhat the model needs: {config}.\n"
+        "Leave out --attention-backend to let vllm-fl choose, or install a backend wheel that "
+        "supports it."
+    )

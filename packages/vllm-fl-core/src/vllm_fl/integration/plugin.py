@@ -1,0 +1,63 @@
+"""What the two entry points do."""
+
+from __future__ import annotations
+
+from vllm_fl.dispatch import discovery, env, state
+from vllm_fl.dispatch.device import choose_device
+from vllm_fl.dispatch.errors import VllmFLError
+from vllm_fl.dispatch.logging import get_logger
+from vllm_fl.integration import unusable
+from vllm_fl.integration.versions import check_vllm
+
+NO_BACKEND = (
+    "vllm-fl-core is installed, but no backend wheel: install the one for your device (pip install "
+    "vllm-fl-reference for the CPU), or set VLLM_PLUGINS='' to run vLLM without vllm-fl."
+)
+
+
+def platform_class() -> str | None:
+    """Choose the device and return its platform class for vLLM, or None to stay out of the way.
+
+    vLLM drops whatever a platform plugin raises and goes on without it, so a fault that the user
+    must see is returned as a class that raises it when vLLM makes its platform.
+    """
+    decision = check_vllm()
+    if not decision:
+        return unusable.refuse(decision.reason)
+    try:
+        backends = discovery.get_discovered_plugins()
+        choice = choose_device(backends, env.PLATFORM.read())
+        state.get_global_policy()
+    except VllmFLError as error:
+        return unusable.refuse(str(error))
+    logger = get_logger("vllm_fl.integration")
+    if not backends:
+        return unusable.refuse(NO_BACKEND)
+    if choice.device is None:
+        broken = "; ".join(f"{b.name}: {b.decision.reason}" for b in backends if not b.decision)
+        reasons = "; ".join(filter(None, (choice.reasons(), broken)))
+        logger.warning(
+            "No installed backend has a device on this machine, vLLM goes on without vllm-fl. %s",
+            reasons or "None of them brings a device (vllm-fl-reference brings the CPU).",
+        )
+        return None
+    if choice.rivals:
+        logger.warning(
+            "Several backends claim this machine: %s is used, not %s; %s names another.",
+            choice.backend, ", ".join(choice.rivals), env.PLATFORM.name,
+        )  # fmt: skip
+    return choice.device.platform.replace(":", ".")
+
+
+def install_layers() -> None:
+    """Install the dispatched layers if the platform in use is one of vllm-fl's."""
+    if not check_vllm():
+        return  # the platform, made first, has said so
+    from vllm.platforms import current_platform
+
+    from vllm_fl.integration.platform import PlatformFL
+
+    if isinstance(current_platform, PlatformFL):
+        from vllm_fl.integration import layers
+
+        layers.install()

@@ -1,0 +1,36 @@
+"""Which vLLM this version of vllm-fl works with."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+from vllm_fl.dispatch.types import YES, Decision
+
+OLDEST = Version("0.26")
+NEWEST = Version("0.33")
+SUPPORTED = f"{OLDEST} to {NEWEST}"
+
+
+def vllm_version() -> Version:
+    """Return the version of the installed vLLM, read from its metadata, not imported.
+
+    Raises:
+        PackageNotFoundError: vLLM is not installed.
+    """
+    return Version(version("vllm"))
+
+
+def check_vllm() -> Decision:
+    """Whether the installed vLLM is supported, and what to do if not."""
+    try:
+        installed = vllm_version()
+    except PackageNotFoundError:
+        return Decision.no(f"vLLM is not installed; vllm-fl works with vLLM {SUPPORTED}.")
+    if OLDEST.release <= installed.release[:2] <= NEWEST.release:
+        return YES
+    return Decision.no(
+        f"vLLM {installed} is not supported by this vllm-fl, which works with vLLM {SUPPORTED}: "
+        "install one of these, or another vllm-fl, or set VLLM_PLUGINS='' to run vLLM without it."
+    )

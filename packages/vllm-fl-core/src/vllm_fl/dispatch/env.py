@@ -162,6 +162,14 @@ DISPATCH_DEBUG = EnvVar(
 VARIABLES: tuple[EnvVar, ...] = tuple(v for v in list(globals().values()) if isinstance(v, EnvVar))
 
 
+def texts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the variables of vllm-fl that are set, as they are written."""
+    source = os.environ if environ is None else environ
+    return {
+        variable.name: source[variable.name] for variable in VARIABLES if variable.is_set(source)
+    }
+
+
 def unknown_variables(environ: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
     """Yield (name, advice) for every set ``VLLM_FL_`` variable that does not exist."""
     known = {variable.name for variable in VARIABLES}

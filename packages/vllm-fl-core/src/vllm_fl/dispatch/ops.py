@@ -47,6 +47,21 @@ class OpSpec:
         """The first line of the documentation."""
         return self.doc.splitlines()[0]
 
+    @property
+    def declaration(self) -> str:
+        """Name, parameters and result as a line of Python."""
+        plain = {
+            name: p.replace(annotation=inspect.Parameter.empty)
+            for name, p in self.signature.parameters.items()
+        }
+        parts = [
+            str(plain[name]).replace("=", f": {p.annotation} = ", 1)
+            if p.default is not p.empty
+            else f"{name}: {p.annotation}"
+            for name, p in self.signature.parameters.items()
+        ]
+        return f"{self.name}({', '.join(parts)}) -> {self.signature.return_annotation}"
+
     def donates(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call with these arguments gives up the storage of any of them."""
         if not self.donated:

@@ -47,7 +47,7 @@ def explain(manager: OpManager, op_name: str) -> dict[str, Any]:
         for impl, decision in ranking.rejected
     ]
     return {
-        "operator": f"{op_name}{spec.signature}",
+        "operator": spec.declaration,
         "summary": spec.summary,
         "order": list(order),
         "strict": policy.strict,
@@ -105,7 +105,7 @@ def doctor(manager: OpManager) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "system": f"{machine.system()} {machine.machine()}",
         "packages": {name: _installed(name) for name in _PACKAGES},
-        "environment": {v.name: v.read() for v in env.VARIABLES if v.is_set()},
+        "environment": env.texts(),
         "unknown_variables": dict(env.unknown_variables()),
     }
     try:

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from vllm_fl.cli import main
+from vllm_fl.cli.tables import key_values, table
+from vllm_fl.dispatch import get_default_manager, reset_global_policy, set_global_policy
+from vllm_fl.dispatch.policy import SelectionPolicy
+
+
+@pytest.fixture
+def acme(impl):
+    manager = get_default_manager()
+    manager.registry.register_many(
+        [impl("vendor.acme"), impl("default.flagos", available=lambda: "no compiler")]
+    )
+    return manager
+
+
+def output(capsys, *arguments):
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_list(acme, capsys):
+    data = json.loads(output(capsys, "list", "--json"))
+    assert "vendor.acme" in data["operators"]["silu_and_mul"]
+    assert "vendor.acme" in output(capsys, "list")
+
+
+def test_explain(acme, capsys):
+    set_global_policy(SelectionPolicy.from_dict(deny_vendors=["acme"]))
+    text = output(capsys, "explain", "silu_and_mul")
+    assert "silu_and_mul(x: Tensor) -> Tensor" in text
+    assert "Order: flagos > vendor > reference; falls back on errors." in text
+    data = json.loads(output(capsys, "explain", "silu_and_mul", "--json"))
+    rows = {row["impl_id"]: (row["decision"], row["reason"]) for row in data["implementations"]}
+    assert rows["vendor.acme"] == ("refused", "vendor acme is denied")
+    assert rows["default.flagos"] == ("refused", "no compiler")
+
+
+def test_explain_shows_defaults(capsys):
+    text = output(capsys, "explain", "gelu_and_mul")
+    assert text.startswith("gelu_and_mul(x: Tensor, approximate: str = 'none') -> Tensor\n")
+
+
+def test_explain_an_unknown_operator(capsys):
+    assert main(["explain", "rmsnorm"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("vllm-fl: Unknown operator 'rmsnorm'. Did you mean 'rms_norm'?")
+
+
+def test_doctor_reports_a_broken_setting_instead_of_failing(capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_FL_PREFER", "flagoss")
+    reset_global_policy()
+    data = json.loads(output(capsys, "doctor", "--json"))
+    assert "VLLM_FL_PREFER='flagoss'" in data["error"]
+    assert data["environment"] == {"VLLM_FL_PREFER": "flagoss"}
+    assert "vllm-fl-core" in data["packages"]
+    monkeypatch.delenv("VLLM_FL_PREFER")
+
+
+def test_doctor_names_unknown_variables(capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_FL_PREFERR", "vendor")
+    data = json.loads(output(capsys, "doctor", "--json"))
+    assert "Did you mean 'VLLM_FL_PREFER'" in data["unknown_variables"]["VLLM_FL_PREFERR"]
+    assert data["config"]["prefer"] == {"value": "flagos", "source": "built-in default"}
+
+
+def test_the_installed_command_and_a_closed_pipe():
+    command = os.path.join(os.path.dirname(sys.executable), "vllm-fl")
+    done = subprocess.run(
+        f"{command} doctor | head -1", shell=True, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("python: 3.")
+    assert done.stderr == ""
+    assert subprocess.run([command, "--help"], capture_output=True, check=False).returncode == 0
+    assert subprocess.run([command], capture_output=True, check=False).returncode == 2
+
+
+def test_tables_are_aligned():
+    assert table(["a", "bb"], [["1", "2"], ["333", "4"]]) == "a    bb\n---  --\n1    2\n333  4"
+
+
+def test_key_values_nest():
+    text = key_values({"a": 1, "b": {"c": [], "d": [1, {"e": None}]}})
+    assert text == "a: 1\nb:\n  c: none\n  d:\n    - 1\n    -\n      e: none"

@@ -1,0 +1,319 @@
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+from vllm_fl.dispatch import (
+    NoImplementationError,
+    OpManager,
+    SelectionPolicy,
+    bind_op,
+    call_op,
+    get_default_manager,
+    resolve_op,
+    set_global_policy,
+    with_denied_vendors,
+    with_preference,
+    with_strict_mode,
+)
+
+OP = "silu_and_mul"
+
+
+@pytest.fixture
+def three(manager, impl):
+    manager.registry.register_many(
+        [impl(i) for i in ("default.flagos", "vendor.acme", "reference.torch")]
+    )
+    return manager
+
+
+@pytest.fixture
+def broken(manager, impl):
+    """A first choice that raises, and two that answer."""
+    calls = []
+
+    def fail(x):
+        calls.append(x)
+        raise ArithmeticError("boom")
+
+    manager.registry.register_many(
+        [impl("default.flagos", fail), impl("vendor.acme"), impl("reference.torch")]
+    )
+    manager.failing_calls = calls
+    return manager
+
+
+def test_call_resolve_and_bind_agree(three):
+    assert three.call(OP, 1) == ("default.flagos", 1)
+    assert three.resolve(OP)(1) == ("default.flagos", 1)
+    assert three.bind(OP)(1) == ("default.flagos", 1)
+    assert three.bind(OP).fn(x=1) == ("default.flagos", 1)
+    assert three.get_selected_impl_id(OP) == "default.flagos"
+    assert [i.impl_id for i in three.resolve_candidates(OP)] == [
+        "default.flagos", "vendor.acme", "reference.torch",
+    ]  # fmt: skip
+
+
+def test_contexts_choose_for_calls_and_for_what_is_bound_inside(three):
+    outside = three.bind(OP)
+    with with_preference("reference"):
+        inside = three.bind(OP)
+        assert three.call(OP, 1)[0] == "reference.torch"
+        assert outside(1)[0] == "default.flagos"
+    assert three.call(OP, 1)[0] == "default.flagos"
+    assert inside(1)[0] == "reference.torch"
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    assert outside(1)[0] == "vendor.acme"
+    assert inside(1)[0] == "reference.torch"
+
+
+def test_live_handles_follow_policy_and_registry(three, impl):
+    handle = three.bind(OP)
+    epoch = three.policy_epoch
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    assert three.policy_epoch > epoch
+    assert (handle.impl.impl_id, handle(1)[0]) == ("vendor.acme",) * 2
+    three.registry.register_impl(impl("vendor.aaa"))
+    assert handle.fn(1)[0] == "vendor.aaa"
+    three.registry.unregister(OP, "vendor.aaa")
+    assert handle.fn(1)[0] == "vendor.acme"
+
+
+def test_a_handle_left_without_implementation_says_why_and_recovers(three):
+    handle = three.bind(OP)
+    none = SelectionPolicy.from_dict(per_op_order={OP: ["impl:other"]})
+    set_global_policy(none)
+    with pytest.raises(NoImplementationError, match="the order for silu_and_mul is impl:other"):
+        handle(1)
+    set_global_policy(SelectionPolicy())
+    assert handle(1)[0] == "default.flagos"
+
+
+def test_handles_and_managers_are_not_kept_alive(three):
+    handle = three.bind(OP)
+    reference = weakref.ref(handle)
+    del handle
+    gc.collect()
+    assert reference() is None
+    manager = OpManager(register_builtins=False)
+    reference = weakref.ref(manager)
+    del manager
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_failure_falls_back_once_and_is_remembered(broken, log):
+    handle = broken.bind(OP)
+    for x in range(3):
+        assert handle(x) == ("vendor.acme", x)
+        assert broken.call(OP, x) == ("vendor.acme", x)
+    assert broken.failing_calls == [0]
+    assert broken.get_failed_impls() == {OP: {"default.flagos": "ArithmeticError: boom"}}
+    assert broken.counters.fallbacks == {(OP, "default.flagos"): 1}
+    (warning,) = (record for record in log if record.levelname == "WARNING")
+    for part in ("default.flagos", "vendor.acme takes over", "ArithmeticError: boom", "(0)"):
+        assert part in warning.getMessage()
+
+
+def test_the_quarantine_ends_with_the_policy_s_change(broken):
+    assert broken.call(OP, 0)[0] == "vendor.acme"
+    set_global_policy(SelectionPolicy.from_dict(deny_vendors=["acme"]))
+    assert broken.get_failed_impls() == {}
+    assert broken.call(OP, 1)[0] == "reference.torch"
+    assert broken.failing_calls == [0, 1]
+
+
+def test_the_quarantine_can_be_lifted_by_hand(broken):
+    broken.call(OP, 0)
+    broken.clear_failed_impls("rms_norm")
+    assert broken.get_failed_impls(OP)
+    broken.clear_failed_impls(OP)
+    assert broken.get_failed_impls() == {}
+    assert broken.resolve_candidates(OP)[0].impl_id == "default.flagos"
+
+
+def test_strict_raises_the_first_error_with_what_was_called(broken):
+    handle = broken.bind(OP)
+    with with_strict_mode():
+        bound_strict = broken.bind(OP)
+        for call in (lambda: broken.call(OP, 7), lambda: bound_strict(7)):
+            with pytest.raises(ArithmeticError, match="boom") as caught:
+                call()
+            if hasattr(caught.value, "__notes__"):
+                note = (
+                    "in operator 'silu_and_mul', implementation 'default.flagos', called with (7)"
+                )
+                assert note in caught.value.__notes__[0]
+    assert broken.get_failed_impls() == {}
+    assert handle(1)[0] == "vendor.acme"
+
+
+def test_when_all_fail_the_call_is_at_fault(manager, impl):
+    def fail(x):
+        raise ValueError(f"bad {x}")
+
+    def fail_too(x):
+        raise KeyError(x)
+
+    manager.registry.register_many([impl("default.flagos", fail), impl("vendor.a", fail_too)])
+    with pytest.raises(ValueError, match="bad 3"):
+        manager.call(OP, 3)
+    assert manager.get_failed_impls() == {}
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named as torch's."""
+
+
+@pytest.mark.parametrize("error", [MemoryError, OutOfMemoryError, KeyboardInterrupt, SystemExit])
+def test_out_of_memory_and_interrupts_pass_through(manager, impl, error):
+    def fail(x):
+        raise error
+
+    manager.registry.register_many([impl("default.flagos", fail), impl("vendor.acme")])
+    for call in (manager.bind(OP), lambda x: manager.call(OP, x)):
+        with pytest.raises(error):
+            call(1)
+    assert manager.get_failed_impls() == {}
+
+
+def test_a_call_that_does_not_fit_the_operator_blames_nobody(three):
+    with pytest.raises(TypeError):
+        three.call(OP, 1, 2)
+    with pytest.raises(TypeError):
+        three.bind(OP)()
+    assert three.get_failed_impls() == {}
+
+
+def test_nothing_is_retried_on_donated_arguments(manager, impl):
+    def norm(x, residual, weight, epsilon):
+        if residual is not None:
+            residual.append("half done")
+        raise ArithmeticError("boom")
+
+    manager.registry.register_many(
+        [
+            impl("default.flagos", norm, op_name="rms_norm"),
+            impl("reference.torch", lambda x, residual, weight, epsilon: "fine",
+                 op_name="rms_norm"),
+        ]
+    )  # fmt: skip
+    residual = []
+    with pytest.raises(ArithmeticError, match="boom") as caught:
+        manager.call("rms_norm", 1, residual, 1, 1e-6)
+    assert residual == ["half done"]
+    if hasattr(caught.value, "__notes__"):
+        assert "donated arguments may have been overwritten" in caught.value.__notes__[0]
+    assert manager.call("rms_norm", 1, None, 1, 1e-6) == "fine"
+
+
+def test_an_implementation_that_is_out_of_place_is_retried(manager, impl):
+    def norm(x, residual, weight, epsilon):
+        raise ArithmeticError("boom")
+
+    manager.registry.register_many(
+        [
+            impl("default.flagos", norm, op_name="rms_norm", in_place=False),
+            impl("reference.torch", lambda *args: "fine", op_name="rms_norm"),
+        ]
+    )
+    assert manager.call("rms_norm", 1, [2], 1, 1e-6) == "fine"
+
+
+def test_unavailable_implementations_are_asked_once_an_epoch(manager, impl):
+    asked = []
+
+    def probe():
+        asked.append(1)
+        return "no device"
+
+    manager.registry.register_many(
+        [impl("default.flagos", available=probe), impl("vendor.acme"),
+         impl("default.flagos", lambda *a: 0, op_name="rms_norm", available=probe)]
+    )  # fmt: skip
+    assert manager.call(OP, 1)[0] == "vendor.acme"
+    with pytest.raises(NoImplementationError, match="no device"):
+        manager.resolve("rms_norm")
+    assert len(asked) == 1
+    manager.bump_policy_epoch()
+    manager.call(OP, 1)
+    assert len(asked) == 2
+
+
+def test_a_function_given_as_text_is_loaded_when_chosen_and_checked(manager, impl):
+    manager.registry.register_impl(impl("vendor.acme", "json:dumps"))
+    with pytest.raises(
+        Exception, match="vendor.acme .by hand. does not fit operator 'silu_and_mul'"
+    ):
+        manager.resolve(OP)
+
+
+def test_counting_is_off_until_asked_for(three):
+    handle = three.bind(OP)
+    handle(1)
+    assert not three.counters.calls
+    assert handle.fn is three.resolve(OP)
+    three.count_calls()
+    handle(1)
+    three.call(OP, 1)
+    with with_denied_vendors("acme"), with_preference("vendor"):
+        three.call(OP, 1)
+    assert three.counters.calls == {(OP, "default.flagos"): 3}
+    three.count_calls(False)
+    handle(1)
+    assert sum(three.counters.calls.values()) == 3
+
+
+def test_the_lines_users_know(impl, capsys):
+    from vllm_fl.dispatch import BackendImplKind, BackendPriority, OpImpl
+
+    registry = get_default_manager().registry
+    registry.register_many(
+        [OpImpl(op_name="silu_and_mul", impl_id="vendor.acme", kind=BackendImplKind.VENDOR,
+                fn=lambda x: ("acme", x), vendor="acme", priority=BackendPriority.VENDOR)]
+    )  # fmt: skip
+    with with_preference("vendor"):
+        assert call_op("silu_and_mul", 3) == ("acme", 3)
+        fn = resolve_op("silu_and_mul")
+        assert fn(3) == ("acme", 3)
+        assert bind_op("silu_and_mul")(3) == ("acme", 3)
+    m = get_default_manager()
+    m.ensure_initialized()
+    for op, impls in m.registry.snapshot().impls_by_op.items():
+        print(op, [(i.impl_id, i.is_available()) for i in impls])
+    assert "('vendor.acme', True)" in capsys.readouterr().out
+
+
+def test_two_managers_do_not_share_choices(three, impl):
+    other = OpManager(register_builtins=False)
+    other.registry.register_impl(impl("vendor.other"))
+    assert other.call(OP, 1)[0] == "vendor.other"
+    assert three.call(OP, 1)[0] == "default.flagos"
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    assert three.call(OP, 1)[0] == "vendor.acme"
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+def test_a_fork_while_another_thread_holds_the_locks(three):
+    held, done = threading.Event(), threading.Event()
+
+    def hold():
+        with three._lock, three.registry._lock:
+            held.set()
+            done.wait(20)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait(20)
+    child = os.fork()
+    if child == 0:
+        fine = three.call(OP, 1)[0] == "default.flagos"
+        three.registry.unregister(OP, "default.flagos")
+        os._exit(0 if fine and three.call(OP, 1)[0] == "vendor.acme" else 1)
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

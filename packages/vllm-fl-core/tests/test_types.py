@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+from vllm_fl.dispatch import (
+    BackendImplKind,
+    BackendLoadError,
+    BackendPriority,
+    Decision,
+    OpImpl,
+    RegistrationError,
+)
+from vllm_fl.dispatch.types import YES, load_object
+
+
+def test_kinds_and_priorities_are_those_users_know():
+    assert [k.value for k in BackendImplKind] == ["flagos", "vendor", "reference"]
+    assert [p.value for p in BackendPriority] == [150, 100, 50]
+    for kind in BackendImplKind:
+        assert (
+            OpImpl("silu_and_mul", "a", kind, print, vendor="a").priority
+            == (BackendPriority[kind.name])
+        )
+
+
+def test_a_vendor_implementation_needs_a_vendor():
+    with pytest.raises(RegistrationError, match="needs vendor='<name>', got None"):
+        OpImpl("silu_and_mul", "vendor.x", BackendImplKind.VENDOR, print)
+
+
+def test_fn_must_be_callable_or_text():
+    with pytest.raises(RegistrationError, match="must be callable or"):
+        OpImpl("silu_and_mul", "reference.torch", BackendImplKind.REFERENCE, 3)
+
+
+@pytest.mark.parametrize(
+    ("answer", "decision"),
+    [
+        (True, YES),
+        (False, Decision(False, "because")),
+        ("no driver", Decision(False, "no driver")),
+        ("", YES),
+        (Decision.no("arch"), Decision(False, "arch")),
+    ],
+)
+def test_what_a_predicate_may_answer(answer, decision):
+    assert Decision.of(answer, "because") == decision
+
+
+def test_availability_is_asked_through_the_function_s_attribute(impl):
+    def fn(x):
+        return x
+
+    fn._is_available = lambda: "no driver"
+    one = impl("vendor.acme", fn)
+    assert not one.is_available()
+    assert one.availability().reason == "no driver"
+
+
+def test_an_availability_check_that_raises_is_a_no(impl):
+    def broken():
+        raise OSError("libacme.so")
+
+    decision = impl("vendor.acme", available=broken).availability()
+    assert decision == Decision.no("its availability check raised OSError: libacme.so")
+
+
+@pytest.mark.parametrize(
+    ("reference", "message"),
+    [
+        ("json.dumps", "not of the form"),
+        ("no_such_module:f", "Cannot import 'no_such_module'"),
+        ("json:no_such_name", "'json' has no 'no_such_name'"),
+    ],
+)
+def test_loading_says_what_is_wrong(reference, message):
+    with pytest.raises(BackendLoadError, match=message):
+        load_object(reference)
+
+
+def test_loading_finds_nested_names():
+    assert load_object("json:JSONDecoder.decode").__qualname__ == "JSONDecoder.decode"

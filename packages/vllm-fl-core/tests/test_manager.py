@@ -317,3 +317,108 @@ def test_a_fork_while_another_thread_holds_the_locks(three):
     done.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.fixture
+def picky(manager, impl):
+    """A first choice that takes even numbers, a second that takes what 3 divides, and a last."""
+    manager.registry.register_many(
+        [
+            impl("default.flagos", supports=lambda x: x % 2 == 0 or f"{x} is odd"),
+            impl("vendor.acme", supports=lambda x: x % 3 == 0),
+            impl("reference.torch"),
+        ]
+    )
+    return manager
+
+
+@pytest.mark.parametrize(
+    ("x", "who"),
+    [(2, "default.flagos"), (6, "default.flagos"), (9, "vendor.acme"), (5, "reference.torch")],
+)
+def test_predicates_decide_before_the_call(picky, x, who):
+    assert picky.call(OP, x) == picky.bind(OP)(x) == picky.resolve(OP)(x) == (who, x)
+    ranking = picky.rank(OP, call=((x,), {}))
+    assert ranking.order[0].impl_id == who
+    assert picky.get_failed_impls() == {}
+
+
+def test_a_declined_call_has_its_reasons(picky):
+    ranking = picky.rank(OP, call=((5,), {}))
+    reasons = {impl.impl_id: decision.reason for impl, decision in ranking.rejected}
+    assert reasons == {
+        "default.flagos": "5 is odd",
+        "vendor.acme": "its predicate refuses these arguments",
+    }
+    picky.registry.unregister(OP, "reference.torch")
+    with pytest.raises(NoImplementationError, match=r"default.flagos: 5 is odd\n(.*\n)*Called with"):
+        picky.call(OP, 5)
+
+
+def test_declines_are_counted_while_counting_is_on(picky):
+    picky.call(OP, 5)
+    assert not picky.counters.declines
+    picky.count_calls()
+    picky.call(OP, 9)
+    picky.bind(OP)(5)
+    assert picky.counters.declines == {(OP, "default.flagos"): 2, (OP, "vendor.acme"): 1}
+    assert picky.counters.calls == {(OP, "vendor.acme"): 1, (OP, "reference.torch"): 1}
+
+
+def test_a_failure_behind_a_predicate_blames_the_one_that_ran(manager, impl):
+    def fail(x):
+        raise ArithmeticError("boom")
+
+    manager.registry.register_many(
+        [
+            impl("default.flagos", supports=lambda x: x > 10),
+            impl("vendor.acme", fail, supports=lambda x: x > 0),
+            impl("reference.torch"),
+        ]
+    )
+    assert manager.call(OP, 5) == ("reference.torch", 5)
+    assert manager.get_failed_impls(OP) == {OP: {"vendor.acme": "ArithmeticError: boom"}}
+    assert manager.call(OP, 11) == ("default.flagos", 11)
+
+
+def test_sixteen_failures_at_once_all_fall_back(manager, impl):
+    barrier = threading.Barrier(16)
+
+    def fail(x):
+        barrier.wait(20)
+        raise ArithmeticError("boom")
+
+    manager.registry.register_many([impl("default.flagos", fail), impl("reference.torch")])
+    handle = manager.bind(OP)
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(handle(1))) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [("reference.torch", 1)] * 16
+    assert handle.impl.impl_id == "reference.torch"
+
+
+def test_a_minimum_architecture(manager, impl, monkeypatch):
+    from vllm_fl.dispatch import state
+
+    manager.registry.register_many([impl("vendor.acme", min_arch=90), impl("reference.torch")])
+    monkeypatch.setattr(state, "device_arch", lambda: 80)
+    reason = manager.rank(OP).rejected[0][1].reason
+    assert reason == "it needs architecture 90, this device has 80"
+    monkeypatch.setattr(state, "device_arch", lambda: 90)
+    manager.bump_policy_epoch()
+    assert manager.call(OP, 1)[0] == "vendor.acme"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_dtypes_are_those_of_the_first_argument(manager, impl):
+    torch = pytest.importorskip("torch")
+    manager.registry.register_many(
+        [impl("vendor.acme", dtypes=("float16", "bfloat16")), impl("reference.torch")]
+    )
+    assert manager.call(OP, torch.zeros(2, dtype=torch.bfloat16))[0] == "vendor.acme"
+    assert manager.call(OP, torch.zeros(2))[0] == "reference.torch"
+    reason = manager.rank(OP, call=((torch.zeros(2),), {})).rejected[0][1].reason
+    assert reason == "dtype float32 is not among float16, bfloat16"

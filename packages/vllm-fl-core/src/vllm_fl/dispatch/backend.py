@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl
@@ -33,6 +33,7 @@ class Device:
             touched CUDA cannot fork). Returns a bool, a Decision, or a text that says why not.
         defaults: the platform's defaults file, ``"package:file.yaml"``; None for none.
         rank: order among devices that are all present; the CPU has 0, accelerators 100.
+        arch: tells the architecture as 10 * major + minor, without initialising the device.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Device:
     detect: Callable[[], object]
     defaults: str | None = None
     rank: int = 100
+    arch: Callable[[], int | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Implementation:
 
     fn: str
     supports: str | None = None
+    dtypes: tuple[str, ...] | None = None
+    min_arch: int | None = None
     traceable: bool = True
     in_place: bool = True
 
@@ -93,19 +97,12 @@ class Backend:
         declared = self.operators.get(op_name)
         if isinstance(declared, str):
             declared = Implementation(declared)
-        extras: dict[str, Any] = {}
-        if declared is not None:
-            extras = {
-                "supports": declared.supports,
-                "traceable": declared.traceable,
-                "in_place": declared.in_place,
-            }
+        declared_facts = vars(declared) if declared is not None else {"fn": getattr(self, op_name)}
         return OpImpl(
             op_name=op_name,
             impl_id=_IMPL_IDS.get(self.kind, f"vendor.{self.vendor}"),
             kind=self.kind,
-            fn=declared.fn if declared is not None else getattr(self, op_name),
             vendor=self.vendor,
             available=self.is_available,
-            **extras,
+            **declared_facts,
         )

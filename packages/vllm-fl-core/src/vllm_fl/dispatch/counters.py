@@ -15,12 +15,14 @@ class Counters:
     Attributes:
         enabled: whether newly bound functions count their calls.
         calls: (operator, implementation id) -> finished and failed calls.
+        declines: (operator, implementation id) -> calls whose arguments it does not take.
         fallbacks: (operator, implementation id) -> calls that another implementation answered.
     """
 
     def __init__(self) -> None:
         self.enabled = False
         self.calls: Counter[tuple[str, str]] = Counter()
+        self.declines: Counter[tuple[str, str]] = Counter()
         self.fallbacks: Counter[tuple[str, str]] = Counter()
 
     def counted(self, impl: OpImpl, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,6 +35,10 @@ class Counters:
 
         return count_and_call
 
+    def declined(self, impl: OpImpl) -> None:
+        """Count a call whose arguments an implementation does not take."""
+        self.declines[impl.op_name, impl.impl_id] += 1
+
     def fell_back(self, op_name: str, impl_id: str) -> None:
         """Count a call that another implementation answered."""
         self.fallbacks[op_name, impl_id] += 1
@@ -40,4 +46,5 @@ class Counters:
     def reset(self) -> None:
         """Start again from zero."""
         self.calls.clear()
+        self.declines.clear()
         self.fallbacks.clear()

@@ -29,7 +29,7 @@ PLUGIN_GROUP = "vllm_fl.backends"
 PLUGIN_MODULES_ENV = env.PLUGIN_MODULES.name
 
 
-@dataclass
+@dataclass(eq=False)
 class DiscoveredBackend:
     """One backend that was found, usable or not.
 

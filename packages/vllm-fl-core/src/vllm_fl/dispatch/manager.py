@@ -22,9 +22,11 @@ from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.ops import get_spec
 from vllm_fl.dispatch.policy import Ranking, SelectionPolicy, rank
 from vllm_fl.dispatch.registry import OpRegistry
-from vllm_fl.dispatch.types import Decision, OpImpl
+from vllm_fl.dispatch.predicate import predicate
+from vllm_fl.dispatch.types import YES, Decision, OpImpl
 
 logger = get_logger()
+_scoped_policy = state.SCOPED.get
 
 
 @dataclass(frozen=True)
@@ -64,20 +66,21 @@ class BoundOp:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the implementation; on an error fall back where that is allowed."""
+        fn = self.fn
         try:
-            return self.fn(*args, **kwargs)
+            return fn(*args, **kwargs) if kwargs else fn(*args)
         except Exception as error:
-            return self.recover(error, *args, **kwargs)
+            return self.recover(fn, error, *args, **kwargs)
 
-    def recover(self, error: Exception, *args: Any, **kwargs: Any) -> Any:
-        """Answer a call that failed with ``error``: try the next implementation, or re-raise.
+    def recover(
+        self, fn: Callable[..., Any], error: Exception, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Answer a call in which ``fn`` raised ``error``: try the next one, or re-raise.
 
         A layer that calls ``fn`` itself inside ``try`` hands what it caught to this method.
         """
-        if self.impl is None:
-            raise error
         policy = self._policy or state.get_global_policy()
-        return self._manager.recover(self.op_name, self.impl, policy, error, args, kwargs)
+        return self._manager.recover(self.op_name, fn, policy, error, args, kwargs)
 
     def __repr__(self) -> str:
         return f"BoundOp({self.op_name!r} -> {self.impl.impl_id if self.impl else None!r})"
@@ -102,7 +105,9 @@ class OpManager(state.PolicyListener):
         self._initializing = False
         self._epoch = 0
         self._table: dict[str, Resolution] = {}
+        self._functions: dict[str, Callable[..., Any]] = {}
         self._scoped_tables: dict[SelectionPolicy, dict[str, Resolution]] = {}
+        self._owners: dict[tuple[str, int], tuple[Callable[..., Any], tuple[OpImpl, ...]]] = {}
         self._availability: dict[object, Decision] = {}
         self._quarantine: dict[str, dict[str, str]] = {}
         self._handles: weakref.WeakSet[BoundOp] = weakref.WeakSet()
@@ -142,16 +147,34 @@ class OpManager(state.PolicyListener):
         """A number that grows whenever choices are made anew."""
         return self._epoch
 
-    def rank(self, op_name: str, policy: SelectionPolicy | None = None) -> Ranking:
-        """Rank an operator's implementations under ``policy`` (None: the one in force here)."""
+    def rank(
+        self,
+        op_name: str,
+        policy: SelectionPolicy | None = None,
+        call: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    ) -> Ranking:
+        """Rank an operator's implementations.
+
+        Args:
+            op_name: the operator.
+            policy: the policy; None for the one in force here.
+            call: arguments of a call, to leave out implementations that do not take them.
+        """
         self.ensure_initialized()
         get_spec(op_name)
+
+        def takes(impl: OpImpl) -> Decision:
+            decide = predicate(impl) if call is not None else None
+            return YES if decide is None or call is None else decide(*call[0], **call[1])
+
         return rank(
             op_name,
             self.registry.get_implementations(op_name),
             policy or state.get_policy(),
             self._quarantine.get(op_name, {}),
             self._ask_availability,
+            state.device_arch(),
+            takes,
         )
 
     def resolve_candidates(self, op_name: str) -> list[OpImpl]:
@@ -186,32 +209,32 @@ class OpManager(state.PolicyListener):
         self._rebind(handle)
         return handle
 
-    def call(self, op_name: str, *args: Any, **kwargs: Any) -> Any:
+    def call(self, op_name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call an operator under the policy in force here; see :meth:`recover` for errors."""
-        scoped = state.SCOPED.get()
-        table = self._table if scoped is None else self._scoped_tables.get(scoped, {})
-        resolution = table.get(op_name) or self._resolution(op_name, scoped)
+        fn = self._functions.get(op_name) if _scoped_policy() is None else None
+        if fn is None:
+            fn = self.resolve(op_name)
         try:
-            return resolution.fn(*args, **kwargs)
+            # Without the empty dictionary the call is a third cheaper.
+            return fn(*args, **kwargs) if kwargs else fn(*args)
         except Exception as error:
-            policy = scoped or state.get_global_policy()
-            return self.recover(op_name, resolution.impl, policy, error, args, kwargs)
+            return self.recover(op_name, fn, state.get_policy(), error, args, kwargs)
 
     # -- failure
 
     def recover(
         self,
         op_name: str,
-        impl: OpImpl,
+        fn: Callable[..., Any],
         policy: SelectionPolicy,
         error: Exception,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """Answer a call in which ``impl`` raised ``error``: try the next ones, or re-raise it.
+        """Answer a call in which ``fn`` raised ``error``: try the next ones, or re-raise it.
 
-        The implementation is quarantined, with the error as the reason, when another one then
-        answers the same call; if all fail, the call is at fault and ``error`` is raised.
+        The implementation that ``fn`` is gets quarantined, with the error as the reason, when another
+        one then answers the same call; if all fail, the call is at fault.
 
         Raises:
             Exception: ``error`` itself, with the operator, implementation, shapes and dtypes
@@ -219,12 +242,15 @@ class OpManager(state.PolicyListener):
                 does not fit the operator, donated arguments may be overwritten, or nothing is
                 left to try.
         """
+        impl = self._owner(op_name, fn, args, kwargs)
+        if impl is None:  # nothing may run, and ``error`` says why
+            raise error
         context = f"in operator {op_name!r}, implementation {impl.impl_id!r}, called with "
         context += describe_call(args, kwargs)
         decision = may_retry(error, get_spec(op_name), impl, args, kwargs, policy.strict)
         followers: tuple[OpImpl, ...] = ()
         if decision:
-            order = self.rank(op_name, policy).order
+            order = self.rank(op_name, policy, (args, kwargs)).order
             place = next((i for i, c in enumerate(order) if c.impl_id == impl.impl_id), -1)
             followers = order[place + 1 :]
             decision = Decision(bool(followers), "no other implementation may run")
@@ -296,6 +322,7 @@ class OpManager(state.PolicyListener):
         with self._lock:
             self._epoch += 1
             self._table = {}
+            self._functions = {}
             self._scoped_tables = {}
         for handle in tuple(self._handles):
             self._rebind(handle)
@@ -329,13 +356,17 @@ class OpManager(state.PolicyListener):
             with self._lock:
                 if epoch != self._epoch:
                     continue
-                kept = self._table if scoped is None else self._scoped_tables.setdefault(scoped, {})
-                return kept.setdefault(op_name, resolution)
+                if scoped is not None:
+                    table = self._scoped_tables.setdefault(scoped, {})
+                    return table.setdefault(op_name, resolution)
+                resolution = self._table.setdefault(op_name, resolution)
+                self._functions[op_name] = resolution.fn
+                return resolution
 
     def _choose(self, op_name: str, policy: SelectionPolicy) -> Resolution:
         ranking = self.rank(op_name, policy)
         order = ranking.require(_hint())
-        fn = self.function(order[0])
+        fn = self._first_that_takes(op_name, order)
         if env.DISPATCH_DEBUG.read():
             refused = "; ".join(f"{i.impl_id}: {d.reason}" for i, d in ranking.rejected)
             rest = ", ".join(i.impl_id for i in order[1:])
@@ -349,7 +380,56 @@ class OpManager(state.PolicyListener):
         """Return an implementation as what is called: loaded, checked, counted if that is on."""
         fn = impl.load()
         get_spec(impl.op_name).check(fn, f"{impl.impl_id} ({impl.wheel or 'by hand'})")
-        return self.counters.counted(impl, fn) if self.counters.enabled else fn
+        if self.counters.enabled:
+            fn = self.counters.counted(impl, fn)
+        self._owners[impl.op_name, id(fn)] = (fn, (impl,))
+        return fn
+
+    def _first_that_takes(self, op_name: str, order: tuple[OpImpl, ...]) -> Callable[..., Any]:
+        """Return what calls the first implementation in ``order`` that takes the arguments.
+
+        The first choice itself, if it takes whatever the operator takes.
+        """
+        steps = []
+        for impl in order:
+            steps.append((predicate(impl), self.function(impl), impl))
+            if steps[-1][0] is None:
+                break
+        if len(steps) == 1 and steps[0][0] is None:
+            return steps[0][1]
+        counters = self.counters if self.counters.enabled else None
+
+        def choose_and_call(*args: Any, **kwargs: Any) -> Any:
+            for decide, fn, impl in steps:
+                if decide is None or decide(*args, **kwargs).accepted:
+                    return fn(*args, **kwargs)
+                if counters is not None:
+                    counters.declined(impl)
+            raise self._nobody_takes(op_name, args, kwargs)
+
+        self._owners[op_name, id(choose_and_call)] = (choose_and_call, tuple(s[2] for s in steps))
+        return choose_and_call
+
+    def _nobody_takes(
+        self, op_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> NoImplementationError:
+        ranking = self.rank(op_name, call=(args, kwargs))
+        try:
+            ranking.require(f"Called with {describe_call(args, kwargs)}.")
+        except NoImplementationError as error:
+            return error
+        return NoImplementationError(f"The choice for {op_name!r} changed during a call; try again.")
+
+    def _owner(
+        self, op_name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> OpImpl | None:
+        """Return which implementation ``fn`` ran, also after the choice has changed."""
+        _, order = self._owners.get((op_name, id(fn)), (fn, ()))
+        for impl in order:
+            decide = predicate(impl)
+            if decide is None or decide(*args, **kwargs).accepted:
+                return impl
+        return None
 
     def _ask_availability(self, impl: OpImpl) -> Decision:
         """Ask each backend once an epoch."""
@@ -408,9 +488,17 @@ def reset_default_manager() -> None:
     discovery.clear_discovered_plugins()
 
 
-def call_op(op_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator through the process's manager."""
-    return get_default_manager().call(op_name, *args, **kwargs)
+def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator through the process's manager; see :meth:`OpManager.call`."""
+    # The body of OpManager.call, to save the second frame and packing of arguments.
+    manager = _default or get_default_manager()
+    fn = manager._functions.get(op_name) if _scoped_policy() is None else None
+    if fn is None:
+        fn = manager.resolve(op_name)
+    try:
+        return fn(*args, **kwargs) if kwargs else fn(*args)
+    except Exception as error:
+        return manager.recover(op_name, fn, state.get_policy(), error, args, kwargs)
 
 
 def resolve_op(op_name: str) -> Callable[..., Any]:

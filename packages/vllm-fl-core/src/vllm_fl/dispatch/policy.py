@@ -192,8 +192,10 @@ def rank(
     policy: SelectionPolicy,
     quarantined: Mapping[str, str],
     availability: Callable[[OpImpl], Decision] = OpImpl.availability,
+    arch: int | None = None,
+    arguments: Callable[[OpImpl], Decision] = lambda impl: YES,
 ) -> Ranking:
-    """Order an operator's implementations under a policy. Pure but for ``availability``.
+    """Order an operator's implementations under a policy. Pure but for what it is given to ask.
 
     The order tokens decide first, then priority (higher first), then the id, so the result does
     not depend on the order of registration.
@@ -204,6 +206,8 @@ def rank(
         policy: the policy.
         quarantined: implementation id -> why it failed earlier.
         availability: asked only for implementations that the policy admits.
+        arch: the device's architecture as 10 * major + minor; None if it has no such number.
+        arguments: asked last, whether an implementation takes the arguments of a certain call.
     """
     own_order = policy.get_per_op_order(op_name)
     tokens = own_order or policy.get_default_order()
@@ -218,8 +222,14 @@ def rank(
             decision = policy.vendor_decision(impl.vendor)
         if decision and impl.impl_id in quarantined:
             decision = Decision.no(f"it failed earlier: {quarantined[impl.impl_id]}")
+        if decision and impl.min_arch is not None and (arch is None or arch < impl.min_arch):
+            decision = Decision.no(
+                f"it needs architecture {impl.min_arch}, this device has {arch or 'none'}"
+            )
         if decision:
             decision = availability(impl)
+        if decision:
+            decision = arguments(impl)
         if decision:
             accepted.append((place or 0, -(impl.priority or 0), impl.impl_id, impl))
         else:

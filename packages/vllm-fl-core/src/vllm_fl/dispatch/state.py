@@ -6,6 +6,7 @@ process-wide policy advances the epoch and is told to every manager, which re-bi
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vllm_fl.dispatch import config, discovery, env
-from vllm_fl.dispatch.device import choose_device
+from vllm_fl.dispatch.device import DeviceChoice, choose_device
 from vllm_fl.dispatch.policy import SelectionPolicy
 
 SCOPED: ContextVar[SelectionPolicy | None] = ContextVar("vllm_fl_policy", default=None)
@@ -39,14 +40,32 @@ def listen(listener: PolicyListener) -> None:
     _listeners.add(listener)
 
 
+def current_device() -> DeviceChoice:
+    """Return the device of this machine, chosen once for what discovery found.
+
+    Raises:
+        ConfigError: VLLM_FL_PLATFORM names no usable backend.
+    """
+    return _choose_device(discovery.get_discovered_plugins(), env.PLATFORM.read())
+
+
+_choose_device = functools.lru_cache(maxsize=1)(choose_device)
+
+
+def device_arch() -> int | None:
+    """Return the device's architecture as 10 * major + minor, or None."""
+    device = current_device().device
+    return device.arch() if device is not None else None
+
+
 def current_config() -> config.Config:
     """Return the effective configuration for the device of this machine.
 
     Raises:
         ConfigError: a source holds something that is not allowed.
     """
-    choice = choose_device(discovery.get_discovered_plugins(), env.PLATFORM.read())
-    return config.load(choice.device.defaults if choice.device is not None else None)
+    device = current_device().device
+    return config.load(device.defaults if device is not None else None)
 
 
 def get_policy() -> SelectionPolicy:

@@ -106,6 +106,8 @@ class OpImpl:
             ``_is_available`` is asked through that when this is not given.
         supports: asked before a call with the operator's own arguments: metadata only, must not
             launch, allocate or synchronise. Same answers as ``available``.
+        dtypes: torch dtypes of the first argument that it takes, by name; None for any.
+        min_arch: lowest device architecture it runs on, as 10 * major + minor (90 for Hopper).
         traceable: torch.compile may trace into it; False means an opaque torch custom op.
         in_place: overwrites donated arguments, so that a call that has failed cannot be retried.
         distribution: name of the wheel it came from, filled in at discovery.
@@ -120,6 +122,8 @@ class OpImpl:
     priority: int | None = None
     available: Callable[[], object] | None = field(default=None, compare=False)
     supports: Callable[..., object] | str | None = field(default=None, compare=False)
+    dtypes: tuple[str, ...] | None = None
+    min_arch: int | None = None
     traceable: bool = True
     in_place: bool = True
     distribution: str = ""

@@ -32,7 +32,7 @@ class SiluAndMulFL(SiluAndMul):
         try:
             return fn(x)
         except Exception as error:
-            return self._op.recover(error, x)
+            return self._op.recover(fn, error, x)
 
 
 class GeluAndMulFL(GeluAndMul):
@@ -48,7 +48,7 @@ class GeluAndMulFL(GeluAndMul):
         try:
             return fn(x, self.approximate)
         except Exception as error:
-            return self._op.recover(error, x, self.approximate)
+            return self._op.recover(fn, error, x, self.approximate)
 
 
 class RMSNormFL(RMSNorm):
@@ -71,7 +71,7 @@ class RMSNormFL(RMSNorm):
         try:
             return fn(x, residual, weight, epsilon)
         except Exception as error:
-            return self._op.recover(error, x, residual, weight, epsilon)
+            return self._op.recover(fn, error, x, residual, weight, epsilon)
 
 
 class GemmaRMSNormFL(GemmaRMSNorm):
@@ -88,7 +88,7 @@ class GemmaRMSNormFL(GemmaRMSNorm):
         try:
             return fn(x, residual, weight, epsilon)
         except Exception as error:
-            return self._op.recover(error, x, residual, weight, epsilon)
+            return self._op.recover(fn, error, x, residual, weight, epsilon)
 
 
 class DispatchedRotary:
@@ -116,7 +116,7 @@ class DispatchedRotary:
         try:
             rotated, rotated_key = fn(*call)
         except Exception as error:
-            rotated, rotated_key = self._op.recover(error, *call)
+            rotated, rotated_key = self._op.recover(fn, error, *call)
         return (
             rotated.reshape(query.shape),
             None if key is None else rotated_key.reshape(key.shape),

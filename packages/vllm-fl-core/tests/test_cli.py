@@ -89,3 +89,20 @@ def test_tables_are_aligned():
 def test_key_values_nest():
     text = key_values({"a": 1, "b": {"c": [], "d": [1, {"e": None}]}})
     assert text == "a: 1\nb:\n  c: none\n  d:\n    - 1\n    -\n      e: none"
+
+
+def test_config_says_where_each_value_came_from(capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_FL_PER_OP", "rms_norm=vendor:acme|reference")
+    monkeypatch.setenv("VLLM_FL_DENY_VENDORS", "b,c")
+    data = json.loads(output(capsys, "config", "--json"))
+    assert data["op_backends"] == {
+        "value": {"rms_norm": ["vendor:acme", "reference"]},
+        "source": "VLLM_FL_PER_OP",
+    }
+    assert data["prefer"] == {"value": "flagos", "source": "built-in default"}
+    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in
+             output(capsys, "config").splitlines()}
+    assert lines["op_backends"].split() == ["rms_norm=vendor:acme|reference", "VLLM_FL_PER_OP"]
+    assert lines["deny_vendors"].startswith("b, c ")
+    assert lines["strict"].split()[0] == "false"
+    assert json.loads(output(capsys, "config", "--schema"))["type"] == "object"

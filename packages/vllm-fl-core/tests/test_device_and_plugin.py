@@ -46,7 +46,7 @@ def test_the_user_s_word_decides():
         choose_device(backends, "gpuu")
     broken = offer("npu")
     broken.reject("it cannot be loaded: OSError: libnpu.so")
-    with pytest.raises(ConfigError, match="npu: it cannot be loaded: OSError: libnpu.so"):
+    with pytest.raises(ConfigError, match=r"npu: it cannot be loaded: OSError: libnpu\.so"):
         choose_device([*backends, broken], "npu")
 
 

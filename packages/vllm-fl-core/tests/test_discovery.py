@@ -18,7 +18,7 @@ import json, sys
 from vllm_fl.dispatch import get_default_manager, get_discovered_plugins
 m = get_default_manager(); m.ensure_initialized()
 print(json.dumps({
-    "backends": {b.name + "/" + b.distribution: b.decision.reason for b in get_discovered_plugins()},
+    "backends": {f"{b.name}/{b.distribution}": b.decision.reason for b in get_discovered_plugins()},
     "problems": {b.name: b.problems for b in get_discovered_plugins() if b.problems},
     "impls": {op: [[i.impl_id, i.wheel] for i in impls]
               for op, impls in m.registry.snapshot().impls_by_op.items()},

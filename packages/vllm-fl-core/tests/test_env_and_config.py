@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 from vllm_fl.dispatch import ConfigError, config, env
+from vllm_fl.dispatch.config import SETTINGS
 
 
 def load(tmp_path=None, text=None, defaults=None, **environ):
@@ -71,13 +72,8 @@ def test_layers(tmp_path, monkeypatch):
     (package / "acme.yaml").write_text("prefer: vendor\nstrict: true\ndeny_vendors: [b]\n")
     monkeypatch.syspath_prepend(tmp_path)
     loaded = load(defaults="acme_fl:acme.yaml", VLLM_FL_STRICT="0")
-    assert {key: loaded[key] for key in loaded.values} == {
-        "prefer": "vendor",
-        "strict": False,
-        "allow_vendors": None,
-        "deny_vendors": ("b",),
-        "op_backends": {},
-    }
+    changed = {s.key: loaded[s.key] for s in SETTINGS if loaded[s.key] != s.variable.default}
+    assert changed == {"prefer": "vendor", "deny_vendors": ("b",)}
     assert loaded.values["prefer"].source == f"{package / 'acme.yaml'} (platform defaults)"
     assert loaded.values["strict"].source == "VLLM_FL_STRICT"
     assert loaded.values["op_backends"].source == "built-in default"
@@ -88,6 +84,7 @@ def test_the_user_s_file_replaces_every_other_source(tmp_path):
     assert loaded["prefer"] == "flagos"
     assert loaded["strict"] is False
     assert loaded["deny_vendors"] == ("a", "b")
+    assert loaded.ignored == ("VLLM_FL_PREFER", "VLLM_FL_STRICT")
     assert "(VLLM_FL_CONFIG)" in loaded.values["deny_vendors"].source
 
 
@@ -122,5 +119,89 @@ def test_a_bad_file_says_where_and_what_is_allowed(tmp_path, text, message):
 
 
 def test_a_missing_defaults_file_is_an_error():
-    with pytest.raises(ConfigError, match="'no_such_wheel:a.yaml' does not exist"):
+    with pytest.raises(ConfigError, match=r"'no_such_wheel:a\.yaml' does not exist"):
         load(defaults="no_such_wheel:a.yaml")
+
+
+@pytest.fixture
+def defaults(tmp_path, monkeypatch):
+    """A platform's defaults file with blacklists."""
+    package = tmp_path / "acme_fl"
+    package.mkdir()
+    (package / "acme.yaml").write_text("flagos_blacklist: [mm, cat]\noot_blacklist: [rms_norm]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return "acme_fl:acme.yaml"
+
+
+def test_a_blacklist_replaces_or_extends(defaults):
+    replaced = load(defaults=defaults, VLLM_FL_FLAGOS_BLACKLIST="add")
+    assert replaced["flagos_blacklist"] == ("add",)
+    extended = load(defaults=defaults, VLLM_FL_FLAGOS_BLACKLIST="+add,+mm")
+    assert extended["flagos_blacklist"] == ("mm", "cat", "add")
+    assert extended.values["flagos_blacklist"].source.endswith(
+        "(platform defaults), extended by VLLM_FL_FLAGOS_BLACKLIST"
+    )
+    with pytest.raises(ConfigError, match="mixes names that replace the list"):
+        load(defaults=defaults, VLLM_FL_OOT_BLACKLIST="+a,b")
+
+
+def test_a_whitelist_of_a_higher_layer_cancels_the_blacklist_below(defaults):
+    loaded = load(defaults=defaults, VLLM_FL_FLAGOS_WHITELIST="mm")
+    assert loaded["flagos_whitelist"] == ("mm",)
+    assert loaded["flagos_blacklist"] == ()
+    source = loaded.values["flagos_blacklist"].source
+    assert source == "cancelled by VLLM_FL_FLAGOS_WHITELIST"
+    assert loaded["oot_blacklist"] == ("rms_norm",)
+
+
+def test_white_and_blacklist_together_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="flagos_whitelist and flagos_blacklist contradict"):
+        load(VLLM_FL_FLAGOS_WHITELIST="a", VLLM_FL_FLAGOS_BLACKLIST="b")
+    with pytest.raises(ConfigError, match="oot_whitelist and oot_blacklist contradict"):
+        load(tmp_path, "oot_whitelist: [a]\noot_blacklist: [b]")
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({"VLLM_FL_FLAGOS_BLACKLIST": "rms_norm"}, "rms_norm is in flagos_blacklist"),
+        ({"VLLM_FL_FLAGOS_WHITELIST": "silu_and_mul"}, "flagos_whitelist has only silu_and_mul"),
+        ({"USE_FLAGGEMS": "0"}, "the default backend is off"),
+        ({"VLLM_FL_PREFER_ENABLED": "false"}, "the default backend is off"),
+        ({"USE_FLAGGEMS": "1"}, ""),
+    ],
+)
+def test_switches_of_the_default_backend(environ, reason):
+    assert load(**environ).policy().flagos_decision("rms_norm").reason == reason
+
+
+@pytest.mark.parametrize(
+    ("environ", "reason"),
+    [
+        ({}, ""),
+        ({"VLLM_FL_PREFER_ENABLED": "0"}, "VLLM_FL_PREFER_ENABLED is off"),
+        ({"VLLM_FL_OOT_ENABLED": "0"}, "VLLM_FL_OOT_ENABLED is off"),
+        ({"VLLM_FL_OOT_BLACKLIST": "rms_norm"}, "rms_norm is in oot_blacklist"),
+        ({"VLLM_FL_OOT_WHITELIST": "silu_and_mul"}, "oot_whitelist has only silu_and_mul"),
+        ({"VLLM_FL_OOT_WHITELIST": "rms_norm"}, ""),
+    ],
+)
+def test_switches_of_the_layers(environ, reason):
+    assert load(**environ).oot_decision("rms_norm").reason == reason
+
+
+def test_the_switches_hold_beside_a_user_s_file(tmp_path):
+    loaded = load(tmp_path, "prefer: vendor", USE_FLAGGEMS="0", VLLM_FL_PREFER="reference")
+    assert loaded["prefer"] == "vendor"
+    assert not loaded.policy().flagos_decision("rms_norm")
+    assert loaded.ignored == ("VLLM_FL_PREFER",)
+
+
+def test_the_schema_describes_what_files_may_hold():
+    schema = config.json_schema()
+    assert schema["additionalProperties"] is False
+    assert sorted(schema["properties"]) == [
+        "allow_vendors", "deny_vendors", "flagos_blacklist", "flagos_whitelist", "oot_blacklist",
+        "oot_whitelist", "op_backends", "prefer", "strict",
+    ]  # fmt: skip
+    assert all(len(entry) > 1 for entry in schema["properties"].values())

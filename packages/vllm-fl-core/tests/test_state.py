@@ -7,6 +7,7 @@ import pytest
 from vllm_fl.dispatch import (
     ConfigError,
     SelectionPolicy,
+    env,
     get_policy,
     get_policy_epoch,
     policy_context,
@@ -91,3 +92,26 @@ def test_policy_from_config(tmp_path):
     assert policy == SelectionPolicy.from_dict("vendor", per_op_order={"rms_norm": ["reference"]})
     with pytest.raises(ConfigError, match="no such file"):
         policy_from_config(tmp_path / "missing.yaml")
+
+
+def test_variables_without_effect_are_named(monkeypatch, tmp_path, log):
+    file = tmp_path / "fl.yaml"
+    file.write_text("prefer: vendor")
+    monkeypatch.setenv("VLLM_FL_CONFIG", str(file))
+    monkeypatch.setenv("VLLM_FL_PREFER", "reference")
+    monkeypatch.setenv("VLLM_FL_PREFERR", "reference")
+    reset_global_policy()
+    assert get_policy().prefer == "vendor"
+    assert [record.getMessage() for record in log] == [
+        "VLLM_FL_PREFER has no effect: VLLM_FL_CONFIG replaces it.",
+        "Unknown environment variable VLLM_FL_PREFERR has no effect. Did you mean "
+        f"'VLLM_FL_PREFER'? Allowed: {', '.join(sorted(v.name for v in env.VARIABLES))}.",
+    ]
+
+
+def test_under_strict_an_unknown_variable_is_an_error(monkeypatch):
+    monkeypatch.setenv("VLLM_FL_STRICT", "1")
+    monkeypatch.setenv("VLLM_FL_PREFERR", "reference")
+    reset_global_policy()
+    with pytest.raises(ConfigError, match="Unknown environment variable VLLM_FL_PREFERR"):
+        get_policy()

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_fl.cli.tables import key_values, table
-from vllm_fl.dispatch import discovery, env
-from vllm_fl.dispatch.device import choose_device
+from vllm_fl.dispatch.config import json_schema
 from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.manager import get_default_manager
 from vllm_fl.dispatch.ops import CATALOGUE
 from vllm_fl.dispatch.report import backends, doctor, explain
+from vllm_fl.dispatch.state import current_config, current_device
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     command("list", _list, "List the installed backends and what implements each operator.")
     explained = command("explain", _explain, "Say which implementation runs, and why not others.")
     explained.add_argument("op", metavar="OP", help=f"one of: {', '.join(CATALOGUE)}")
+    configured = command("config", _config, "Print every setting with where it came from.")
+    configured.add_argument("--schema", action="store_true", help="print the JSON Schema")
     command("doctor", _doctor, "Print versions, wheels, configuration and faults, for a report.")
     return parser
 
@@ -54,7 +56,7 @@ def _list(arguments: argparse.Namespace) -> str:
     manager = get_default_manager()
     manager.ensure_initialized()
     found = backends()
-    chosen = choose_device(discovery.get_discovered_plugins(), env.PLATFORM.read()).backend
+    chosen = current_device().backend
     operators = {
         op: [impl.impl_id for impl in manager.registry.get_implementations(op)] for op in CATALOGUE
     }
@@ -98,6 +100,29 @@ def _explain(arguments: argparse.Namespace) -> str:
             table(["implementation", "wheel", "decision", "reason"], rows),
         )
     )
+
+
+def _config(arguments: argparse.Namespace) -> str:
+    if arguments.schema:
+        return json.dumps(json_schema(), indent=2)
+    values = current_config().values
+    if arguments.json:
+        return json.dumps({key: vars(value) for key, value in values.items()}, indent=2)
+    return table(
+        ["setting", "value", "source"],
+        [[key, _written(value.value), value.source] for key, value in values.items()],
+    )
+
+
+def _written(value: Any) -> str:
+    """Write a setting's value as in YAML."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        return "; ".join(f"{op}={'|'.join(order)}" for op, order in value.items()) or "-"
+    return value if isinstance(value, str) else ", ".join(value) or "-"
 
 
 def _doctor(arguments: argparse.Namespace) -> str:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vllm_fl.dispatch import env
 from vllm_fl.dispatch.errors import ConfigError, nearest
 from vllm_fl.dispatch.policy import SelectionPolicy
+from vllm_fl.dispatch.types import YES, Decision
 
 
 def _choice(value: Any) -> str:
@@ -51,45 +52,58 @@ def _orders(value: Any) -> dict[str, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Setting:
-    """One key of the configuration file.
+    """One setting.
 
     Attributes:
-        key: its name in YAML.
+        key: its name, also in YAML.
         variable: the environment variable that sets it (its default is the built-in default).
-        parse: turns what YAML holds into a value; raises ValueError with what is allowed.
+        parse: turns what YAML holds into a value; raises ValueError with what is allowed. None
+            for a switch that only the environment has.
         schema: its JSON Schema.
+        extends: entries "+name" are added to the value of the layer below.
+        cancels: a setting of a layer below that this one takes the place of; in the same layer
+            the two contradict each other.
     """
 
     key: str
     variable: env.EnvVar
-    parse: Callable[[Any], Any]
-    schema: Mapping[str, Any]
+    parse: Callable[[Any], Any] | None = None
+    schema: Mapping[str, Any] = field(default_factory=dict)
+    extends: bool = False
+    cancels: str = ""
 
 
-_TOKEN_PATTERN = "^(flagos|vendor|reference|vendor:.+|impl:.+)$"
-_NAME_LIST: Mapping[str, Any] = {
-    "oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]
+_TOKEN = {"type": "string", "pattern": "^(flagos|vendor|reference|vendor:.+|impl:.+)$"}
+_NAME_LIST = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_ORDER_MAP = {
+    "type": "object",
+    "additionalProperties": {"oneOf": [{"type": "string"}, {"type": "array", "items": _TOKEN}]},
 }
+_KINDS = {"enum": ["flagos", "vendor", "reference"]}
+
+
+def _black_and_white(name: str, white: env.EnvVar, black: env.EnvVar) -> tuple[Setting, Setting]:
+    whitelist, blacklist = f"{name}_whitelist", f"{name}_blacklist"
+    return (
+        Setting(whitelist, white, _names, _NAME_LIST, cancels=blacklist),
+        Setting(blacklist, black, _names, _NAME_LIST, extends=True, cancels=whitelist),
+    )
+
+
 SETTINGS: tuple[Setting, ...] = (
-    Setting("prefer", env.PREFER, _choice, {"enum": ["flagos", "vendor", "reference"]}),
+    Setting("prefer", env.PREFER, _choice, _KINDS),
     Setting("strict", env.STRICT, _boolean, {"type": "boolean"}),
+    Setting("op_backends", env.PER_OP, _orders, _ORDER_MAP),
     Setting("allow_vendors", env.ALLOW_VENDORS, _names, _NAME_LIST),
     Setting("deny_vendors", env.DENY_VENDORS, _names, _NAME_LIST),
-    Setting(
-        "op_backends",
-        env.PER_OP,
-        _orders,
-        {
-            "type": "object",
-            "additionalProperties": {
-                "oneOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": {"type": "string", "pattern": _TOKEN_PATTERN}},
-                ]
-            },
-        },
-    ),
+    *_black_and_white("flagos", env.FLAGOS_WHITELIST, env.FLAGOS_BLACKLIST),
+    *_black_and_white("oot", env.OOT_WHITELIST, env.OOT_BLACKLIST),
+    Setting("prefer_enabled", env.PREFER_ENABLED),
+    Setting("use_flaggems", env.USE_FLAGGEMS),
+    Setting("oot_enabled", env.OOT_ENABLED),
 )
+_BY_KEY = {setting.key: setting for setting in SETTINGS}
+_IN_FILES = {setting.key: setting for setting in SETTINGS if setting.parse is not None}
 
 
 @dataclass(frozen=True)
@@ -102,9 +116,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Config:
-    """The effective configuration: key -> value with its source."""
+    """The effective configuration: key -> value with its source.
+
+    Attributes:
+        values: every setting.
+        ignored: set environment variables that the file of VLLM_FL_CONFIG overrides.
+    """
 
     values: Mapping[str, Value]
+    ignored: tuple[str, ...] = ()
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key].value
@@ -115,13 +135,42 @@ class Config:
         Raises:
             ConfigError: the values contradict each other.
         """
+        flagos = self["prefer_enabled"] and self["use_flaggems"]
         return SelectionPolicy.from_dict(
             prefer=self["prefer"],
             strict=self["strict"],
             per_op_order=self["op_backends"],
             deny_vendors=self["deny_vendors"],
             allow_vendors=self["allow_vendors"],
+            flagos_whitelist=self["flagos_whitelist"] if flagos else (),
+            flagos_blacklist=self["flagos_blacklist"],
         )
+
+    def oot_decision(self, op_name: str) -> Decision:
+        """Whether the vLLM layer of an operator is replaced by a dispatched one, and why not."""
+        for switch in ("prefer_enabled", "oot_enabled"):
+            if not self[switch]:
+                return Decision.no(f"{self.values[switch].source} is off")
+        whitelist, blacklist = self["oot_whitelist"], self["oot_blacklist"]
+        if whitelist is not None and op_name not in whitelist:
+            return Decision.no(f"oot_whitelist has only {', '.join(whitelist)}")
+        if op_name in blacklist:
+            return Decision.no(f"{op_name} is in oot_blacklist")
+        return YES
+
+
+def json_schema() -> dict[str, Any]:
+    """Return the JSON Schema of a configuration file, for editors."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "vllm-fl configuration",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            key: {"description": setting.variable.doc, **setting.schema}
+            for key, setting in _IN_FILES.items()
+        },
+    }
 
 
 def parse_file(text: str, source: str) -> dict[str, Value]:
@@ -140,13 +189,14 @@ def parse_file(text: str, source: str) -> dict[str, Value]:
         content = {}
     if not isinstance(content, dict):
         raise ConfigError(f"{source} must hold a mapping of settings, not {content!r}.")
-    settings = {setting.key: setting for setting in SETTINGS}
     values = {}
     for key, raw in content.items():
-        if key not in settings:
-            raise ConfigError(f"{source}: unknown key {key!r}. {nearest(str(key), settings)}")
+        if key not in _IN_FILES:
+            raise ConfigError(f"{source}: unknown key {key!r}. {nearest(str(key), _IN_FILES)}")
+        parse = _IN_FILES[key].parse
+        assert parse is not None
         try:
-            values[key] = Value(settings[key].parse(raw), source)
+            values[key] = Value(parse(raw), source)
         except ValueError as error:
             raise ConfigError(f"{source}: {key}: {error}") from error
     return values
@@ -177,18 +227,58 @@ def load(defaults: str | None = None, environ: Mapping[str, str] | None = None) 
     Raises:
         ConfigError: a source holds something that is not allowed.
     """
-    built_in = {s.key: Value(s.variable.default, "built-in default") for s in SETTINGS}
-    path = env.CONFIG.read(environ)
-    if path is not None:
-        source = f"{path} ({env.CONFIG.name})"
-        return Config({**built_in, **parse_file(path.read_text(encoding="utf-8"), source)})
-    platform: dict[str, Value] = {}
-    if defaults is not None:
-        text, where = read_resource(defaults)
-        platform = parse_file(text, f"{where} (platform defaults)")
+    values = {s.key: Value(s.variable.default, "built-in default") for s in SETTINGS}
     variables = {
         s.key: Value(s.variable.read(environ), s.variable.name)
         for s in SETTINGS
         if s.variable.is_set(environ)
     }
-    return Config({**built_in, **platform, **variables})
+    path = env.CONFIG.read(environ)
+    if path is not None:
+        source = f"{path} ({env.CONFIG.name})"
+        switches = {key: value for key, value in variables.items() if key not in _IN_FILES}
+        _lay(values, parse_file(path.read_text(encoding="utf-8"), source))
+        _lay(values, switches)
+        overridden = (_BY_KEY[key].variable.name for key in variables if key in _IN_FILES)
+        return Config(values, tuple(sorted(overridden)))
+    if defaults is not None:
+        text, where = read_resource(defaults)
+        _lay(values, parse_file(text, f"{where} (platform defaults)"))
+    _lay(values, variables)
+    return Config(values)
+
+
+def _lay(values: dict[str, Value], upper: Mapping[str, Value]) -> None:
+    """Lay the values of one source over ``values``.
+
+    Raises:
+        ConfigError: it holds a white- and a blacklist of the same kind, or a list with some
+            entries to add and some to replace.
+    """
+    for key, new in upper.items():
+        setting = _BY_KEY[key]
+        if setting.cancels in upper:
+            raise ConfigError(
+                f"{new.source}: {key} and {setting.cancels} contradict each other; give one "
+                f"({upper[setting.cancels].source} gives the other)."
+            )
+        if setting.extends and new.value:
+            new = _extended(key, values[key], new)
+        values[key] = new
+        if setting.cancels:
+            default = _BY_KEY[setting.cancels].variable.default
+            if values[setting.cancels].value != default:
+                values[setting.cancels] = Value(default, f"cancelled by {new.source}")
+
+
+def _extended(key: str, lower: Value, upper: Value) -> Value:
+    added = [name.startswith("+") for name in upper.value]
+    if not any(added):
+        return upper
+    if not all(added):
+        raise ConfigError(
+            f"{upper.source}: {key}={','.join(upper.value)!r} mixes names that replace the list "
+            "and +names that add to it; write all or none with +."
+        )
+    names = dict.fromkeys((*lower.value, *(name[1:] for name in upper.value)))
+    return Value(tuple(names), f"{lower.source}, extended by {upper.source}")

@@ -141,6 +141,35 @@ DENY_VENDORS = EnvVar(
     "VLLM_FL_DENY_VENDORS", parse_list, (), "a,b",
     "Vendors whose implementations may not run.",
 )  # fmt: skip
+PREFER_ENABLED = EnvVar(
+    "VLLM_FL_PREFER_ENABLED", parse_bool, True, "boolean",
+    "The master switch. Off: no operator of the default backend, and vLLM keeps its own layers; "
+    "platform, worker and attention selection stay.",
+)  # fmt: skip
+USE_FLAGGEMS = EnvVar(
+    "USE_FLAGGEMS", parse_bool, True, "boolean",
+    "Off: no operator of the default (FlagGems/Triton) backend; vendor and reference remain.",
+)  # fmt: skip
+FLAGOS_WHITELIST = EnvVar(
+    "VLLM_FL_FLAGOS_WHITELIST", parse_list, None, "a,b",
+    "The only operators that the default backend may run.",
+)  # fmt: skip
+FLAGOS_BLACKLIST = EnvVar(
+    "VLLM_FL_FLAGOS_BLACKLIST", parse_list, (), "a,b or +a,+b",
+    "Operators that the default backend may not run; +name adds to the platform's list.",
+)  # fmt: skip
+OOT_ENABLED = EnvVar(
+    "VLLM_FL_OOT_ENABLED", parse_bool, True, "boolean",
+    "Off: vLLM keeps its own layers; attention selection is still dispatched.",
+)  # fmt: skip
+OOT_WHITELIST = EnvVar(
+    "VLLM_FL_OOT_WHITELIST", parse_list, None, "a,b",
+    "The only operators whose vLLM layers are replaced by dispatched ones.",
+)  # fmt: skip
+OOT_BLACKLIST = EnvVar(
+    "VLLM_FL_OOT_BLACKLIST", parse_list, (), "a,b or +a,+b",
+    "Operators whose vLLM layers are kept; +name adds to the platform's list.",
+)  # fmt: skip
 PLATFORM = EnvVar(
     "VLLM_FL_PLATFORM", str.strip, None, "name",
     "The device to run on, by the name of the backend that provides it (see `vllm-fl list`), "

@@ -21,8 +21,8 @@ from vllm_fl.dispatch.failure import describe_call, may_retry
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.ops import get_spec
 from vllm_fl.dispatch.policy import Ranking, SelectionPolicy, rank
-from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.predicate import predicate
+from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.types import YES, Decision, OpImpl
 
 logger = get_logger()
@@ -233,8 +233,8 @@ class OpManager(state.PolicyListener):
     ) -> Any:
         """Answer a call in which ``fn`` raised ``error``: try the next ones, or re-raise it.
 
-        The implementation that ``fn`` is gets quarantined, with the error as the reason, when another
-        one then answers the same call; if all fail, the call is at fault.
+        The implementation that ``fn`` is gets quarantined, with the error as the reason, when
+        another one then answers the same call; if all fail, the call is at fault.
 
         Raises:
             Exception: ``error`` itself, with the operator, implementation, shapes and dtypes
@@ -418,7 +418,7 @@ class OpManager(state.PolicyListener):
             ranking.require(f"Called with {describe_call(args, kwargs)}.")
         except NoImplementationError as error:
             return error
-        return NoImplementationError(f"The choice for {op_name!r} changed during a call; try again.")
+        return NoImplementationError(f"The choice for {op_name!r} changed during a call.")
 
     def _owner(
         self, op_name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vllm_fl.dispatch.errors import ConfigError, NoImplementationError, nearest
@@ -61,6 +61,9 @@ class SelectionPolicy:
             may run.
         deny_vendors: vendors that may not run.
         allow_vendors: the only vendors that may run; None means any.
+        flagos_whitelist: the only operators that implementations of kind DEFAULT may run; None
+            means any, an empty set none.
+        flagos_blacklist: operators that they may not run.
     """
 
     prefer: str = PREFER_DEFAULT
@@ -68,6 +71,8 @@ class SelectionPolicy:
     per_op_order: tuple[tuple[str, tuple[str, ...]], ...] = ()
     deny_vendors: frozenset[str] = frozenset()
     allow_vendors: frozenset[str] | None = None
+    flagos_whitelist: frozenset[str] | None = None
+    flagos_blacklist: frozenset[str] = frozenset()
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
@@ -86,8 +91,8 @@ class SelectionPolicy:
         both = self.deny_vendors & (self.allow_vendors or frozenset())
         if both:
             raise ConfigError(f"Vendors both allowed and denied: {', '.join(sorted(both))}.")
-        key = (self.prefer, self.strict, self.per_op_order, self.deny_vendors, self.allow_vendors)
-        object.__setattr__(self, "_hash", hash(key))
+        content = tuple(getattr(self, f.name) for f in fields(self) if f.compare)
+        object.__setattr__(self, "_hash", hash(content))
 
     def __hash__(self) -> int:
         return self._hash
@@ -100,6 +105,8 @@ class SelectionPolicy:
         per_op_order: Mapping[str, Iterable[str]] | None = None,
         deny_vendors: Iterable[str] = (),
         allow_vendors: Iterable[str] | None = None,
+        flagos_whitelist: Iterable[str] | None = None,
+        flagos_blacklist: Iterable[str] = (),
     ) -> SelectionPolicy:
         """Make a policy from ordinary containers.
 
@@ -113,17 +120,15 @@ class SelectionPolicy:
             per_op_order=tuple((op, tuple(order)) for op, order in orders),
             deny_vendors=frozenset(deny_vendors),
             allow_vendors=None if allow_vendors is None else frozenset(allow_vendors),
+            flagos_whitelist=None if flagos_whitelist is None else frozenset(flagos_whitelist),
+            flagos_blacklist=frozenset(flagos_blacklist),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the arguments of :meth:`from_dict`, as JSON-ready containers."""
-        return {
-            "prefer": self.prefer,
-            "strict": self.strict,
-            "per_op_order": {op: list(order) for op, order in self.per_op_order},
-            "deny_vendors": sorted(self.deny_vendors),
-            "allow_vendors": None if self.allow_vendors is None else sorted(self.allow_vendors),
-        }
+        content = {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+        content["per_op_order"] = {op: list(order) for op, order in self.per_op_order}
+        return {k: sorted(v) if isinstance(v, frozenset) else v for k, v in content.items()}
 
     @property
     def per_op_order_dict(self) -> dict[str, tuple[str, ...]]:
@@ -149,6 +154,17 @@ class SelectionPolicy:
         if self.allow_vendors is not None and vendor not in self.allow_vendors:
             allowed = ", ".join(sorted(self.allow_vendors)) or "none"
             return Decision.no(f"vendor {vendor} is not allowed (allowed: {allowed})")
+        return YES
+
+    def flagos_decision(self, op_name: str) -> Decision:
+        """Whether an implementation of kind DEFAULT may run the operator, and why not."""
+        if self.flagos_whitelist is not None and op_name not in self.flagos_whitelist:
+            listed = ", ".join(sorted(self.flagos_whitelist))
+            return Decision.no(
+                f"flagos_whitelist has only {listed}" if listed else "the default backend is off"
+            )
+        if op_name in self.flagos_blacklist:
+            return Decision.no(f"{op_name} is in flagos_blacklist")
         return YES
 
     def fingerprint(self) -> str:
@@ -218,6 +234,8 @@ def rank(
         decision = YES
         if place is None:
             decision = Decision.no(f"the order for {op_name} is {' > '.join(tokens)}")
+        if decision and impl.kind is BackendImplKind.DEFAULT:
+            decision = policy.flagos_decision(op_name)
         if decision and impl.vendor is not None:
             decision = policy.vendor_decision(impl.vendor)
         if decision and impl.impl_id in quarantined:

@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from vllm_fl.dispatch import discovery, env, state
-from vllm_fl.dispatch.device import choose_device
 from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
@@ -110,17 +109,14 @@ def doctor(manager: OpManager) -> dict[str, Any]:
     }
     try:
         manager.ensure_initialized()
-        choice = choose_device(discovery.get_discovered_plugins(), env.PLATFORM.read())
+        choice = state.current_device()
         report["backends"] = backends()
         report["device"] = {
             "backend": choice.backend,
             "refused": {name: d.reason for name, d in choice.claims.items() if not d},
         }
         config = state.current_config()
-        report["config"] = {
-            key: {"value": value.value, "source": value.source}
-            for key, value in config.values.items()
-        }
+        report["config"] = {key: vars(value) for key, value in config.values.items()}
         report["operators"] = operator_table(manager)
     except VllmFLError as error:
         report["error"] = str(error)

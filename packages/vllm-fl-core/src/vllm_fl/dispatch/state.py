@@ -17,6 +17,8 @@ from pathlib import Path
 
 from vllm_fl.dispatch import config, discovery, env
 from vllm_fl.dispatch.device import DeviceChoice, choose_device
+from vllm_fl.dispatch.errors import ConfigError
+from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.policy import SelectionPolicy
 
 SCOPED: ContextVar[SelectionPolicy | None] = ContextVar("vllm_fl_policy", default=None)
@@ -78,12 +80,29 @@ def get_global_policy() -> SelectionPolicy:
     global _policy
     policy = _policy
     if policy is None:
-        loaded = current_config().policy()
+        settings = current_config()
+        loaded = settings.policy()
+        _report_unused(settings)
         with _lock:
             if _policy is None:
                 _policy = loaded
             policy = _policy
     return policy
+
+
+def _report_unused(settings: config.Config) -> None:
+    """Name the variables that have no effect.
+
+    Raises:
+        ConfigError: the policy is strict and a variable does not exist.
+    """
+    logger = get_logger()
+    for name in settings.ignored:
+        logger.warning("%s has no effect: %s replaces it.", name, env.CONFIG.name)
+    for name, advice in env.unknown_variables():
+        if settings["strict"]:
+            raise ConfigError(f"Unknown environment variable {name}. {advice}")
+        logger.warning("Unknown environment variable %s has no effect. %s", name, advice)
 
 
 def get_policy_epoch() -> int:

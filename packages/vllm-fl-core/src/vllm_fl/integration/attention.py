@@ -8,6 +8,7 @@ from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.manager import get_default_manager
 from vllm_fl.dispatch.state import get_policy
 from vllm_fl.dispatch.types import load_object
+from vllm_fl.integration.handover import adopt
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -36,8 +37,10 @@ def select_backend(
     Raises:
         ValueError: none can serve it; the message gives each one's reasons.
     """
+    from vllm.config import get_current_vllm_config
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
+    adopt(get_current_vllm_config())
     manager = get_default_manager()
     candidates = manager.resolve_candidates(OPERATOR)
     if get_policy().strict:

@@ -9,12 +9,26 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
-from vllm_fl.dispatch.manager import bind_op
+from vllm_fl.dispatch.errors import ConfigError, nearest
+from vllm_fl.dispatch.logging import get_logger
+from vllm_fl.dispatch.manager import BoundOp, bind_op
+from vllm_fl.dispatch.state import current_config
+from vllm_fl.integration.handover import adopt
+
+logger = get_logger("vllm_fl.integration")
+
+
+def bind(op_name: str) -> BoundOp:
+    """Bind an operator for a layer that is being built, under the policy vLLM was given."""
+    adopt(get_current_vllm_config())
+    return bind_op(op_name)
+
 
 NormOutput: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -24,7 +38,7 @@ class SiluAndMulFL(SiluAndMul):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._op = bind_op("silu_and_mul")
+        self._op = bind("silu_and_mul")
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., 2d] -> [..., d]."""
@@ -40,7 +54,7 @@ class GeluAndMulFL(GeluAndMul):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._op = bind_op("gelu_and_mul")
+        self._op = bind("gelu_and_mul")
 
     def forward_oot(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., 2d] -> [..., d]."""
@@ -59,7 +73,7 @@ class RMSNormFL(RMSNorm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._op = bind_op("rms_norm")
+        self._op = bind("rms_norm")
         self._dispatched = self.has_weight and self.variance_size_override is None
 
     def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> NormOutput:
@@ -79,7 +93,7 @@ class GemmaRMSNormFL(GemmaRMSNorm):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._op = bind_op("gemma_rms_norm")
+        self._op = bind("gemma_rms_norm")
 
     def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> NormOutput:
         """x [..., n] and residual of its shape or None -> out, or (out, residual)."""
@@ -96,7 +110,7 @@ class DispatchedRotary:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._op = bind_op("rotary_embedding")
+        self._op = bind("rotary_embedding")
 
     def forward_oot(
         self: Any,
@@ -138,25 +152,41 @@ def rotary_classes() -> list[type[RotaryEmbedding]]:
     return found
 
 
-def layer_classes() -> dict[str, type[CustomOp]]:
-    """Return vLLM class name -> the class that takes its place."""
-    layers: dict[str, type[CustomOp]] = {
-        base.__name__: layer
-        for base, layer in (
-            (SiluAndMul, SiluAndMulFL),
-            (GeluAndMul, GeluAndMulFL),
-            (RMSNorm, RMSNormFL),
-            (GemmaRMSNorm, GemmaRMSNormFL),
-        )
+def layer_classes() -> dict[str, dict[str, type[CustomOp]]]:
+    """Return operator -> vLLM class name -> the class that takes its place."""
+    return {
+        "silu_and_mul": {SiluAndMul.__name__: SiluAndMulFL},
+        "gelu_and_mul": {GeluAndMul.__name__: GeluAndMulFL},
+        "rms_norm": {RMSNorm.__name__: RMSNormFL},
+        "gemma_rms_norm": {GemmaRMSNorm.__name__: GemmaRMSNormFL},
+        "rotary_embedding": {
+            base.__name__: type(f"{base.__name__}FL", (DispatchedRotary, base), {})
+            for base in rotary_classes()
+        },
     }
-    for base in rotary_classes():
-        layers[base.__name__] = type(f"{base.__name__}FL", (DispatchedRotary, base), {})
-    return layers
 
 
 def install() -> None:
-    """Register the layers with vLLM, once a process."""
-    if "RMSNorm" in op_registry_oot and op_registry_oot["RMSNorm"] is RMSNormFL:
+    """Register the layers with vLLM, once a process, as the configuration says.
+
+    Raises:
+        ConfigError: a list of the configuration names an operator that has no layer.
+    """
+    if any(layer.__module__ == __name__ for layer in op_registry_oot.values()):
         return
-    for name, layer in layer_classes().items():
-        CustomOp.register_oot(layer, name=name)
+    config = current_config()
+    operators = layer_classes()
+    for key in ("oot_whitelist", "oot_blacklist"):
+        for name in config[key] or ():
+            if name not in operators:
+                raise ConfigError(
+                    f"{config.values[key].source}: {key} names {name!r}, which is not an operator "
+                    f"with a vLLM layer. {nearest(name, operators)}"
+                )
+    for op_name, layers in operators.items():
+        decision = config.oot_decision(op_name)
+        if not decision:
+            logger.info("vLLM keeps its own layers for %s: %s.", op_name, decision.reason)
+            continue
+        for name, layer in layers.items():
+            CustomOp.register_oot(layer, name=name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.integration import attention
+from vllm_fl.integration import attention, handover
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,9 +37,10 @@ class PlatformFL:
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Let vLLM's platform adjust the configuration, then add the worker extension."""
+        """Let vLLM's platform adjust the configuration, then add what the workers need."""
         parent: Any = super()
         parent.check_and_update_config(vllm_config)
         parallel = vllm_config.parallel_config
         if not parallel.worker_extension_cls:
             parallel.worker_extension_cls = WORKER_EXTENSION
+        handover.publish(vllm_config)

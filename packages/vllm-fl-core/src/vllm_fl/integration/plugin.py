@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from vllm_fl.dispatch import discovery, env, state
-from vllm_fl.dispatch.device import choose_device
 from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.integration import unusable
@@ -26,7 +25,7 @@ def platform_class() -> str | None:
         return unusable.refuse(decision.reason)
     try:
         backends = discovery.get_discovered_plugins()
-        choice = choose_device(backends, env.PLATFORM.read())
+        choice = state.current_device()
         state.get_global_policy()
     except VllmFLError as error:
         return unusable.refuse(str(error))

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import threading
 import weakref
 
 import pytest
 from vllm_fl.dispatch import (
+    BackendLoadError,
     NoImplementationError,
     OpManager,
     RegistrationError,
@@ -116,8 +118,10 @@ def test_a_failure_falls_back_once_and_is_remembered(broken, log):
     assert broken.get_failed_impls() == {OP: {"default.flagos": "ArithmeticError: boom"}}
     assert broken.counters.fallbacks == {(OP, "default.flagos"): 1}
     (warning,) = (record for record in log if record.levelname == "WARNING")
-    for part in ("default.flagos", "vendor.acme takes over", "ArithmeticError: boom", "(0)"):
-        assert part in warning.getMessage()
+    said = warning.getMessage()
+    assert said.startswith("default.flagos of silu_and_mul is out until the policy changes: ")
+    for part in ("vendor.acme takes over", "ArithmeticError: boom", "called with (0)"):
+        assert part in said
 
 
 def test_the_quarantine_ends_with_the_policy_s_change(broken):
@@ -245,12 +249,27 @@ def test_unavailable_implementations_are_asked_once_an_epoch(manager, impl):
     assert len(asked) == 2
 
 
-def test_a_function_given_as_text_is_loaded_when_chosen_and_checked(manager, impl):
-    manager.registry.register_impl(impl("vendor.acme", "json:dumps"))
-    with pytest.raises(
-        RegistrationError, match=r"vendor\.acme \(by hand\) does not fit operator 'silu_and_mul'"
-    ):
-        manager.resolve(OP)
+@pytest.mark.parametrize(
+    ("fn", "reason"),
+    [
+        ("json:dumps", r"vendor\.acme \(by hand\) does not fit operator 'silu_and_mul'"),
+        ("no_such_module:f", "Cannot import 'no_such_module'"),
+        ("json:no_such_name", "'json' has no 'no_such_name'"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_gives_way_or_raises_under_strict(
+    manager, impl, log, fn, reason
+):
+    manager.registry.register_many([impl("vendor.acme", fn), impl("reference.torch")])
+    with with_strict_mode(), pytest.raises((RegistrationError, BackendLoadError), match=reason):
+        manager.call(OP, 1)
+    assert manager.call(OP, 1) == ("reference.torch", 1)
+    assert manager.bind(OP)(2) == ("reference.torch", 2)
+    (warning,) = (record for record in log if record.levelname == "WARNING")
+    assert re.search(reason, warning.getMessage())
+    manager.registry.unregister(OP, "reference.torch")
+    with pytest.raises(NoImplementationError, match=reason):
+        manager.call(OP, 1)
 
 
 def test_counting_is_off_until_asked_for(three):

@@ -72,7 +72,7 @@ def test_every_no_has_its_reason(impl):
     assert reasons(ranking) == {
         "default.flagos": "Triton has no compiler for the CPU",
         "vendor.a": "vendor a is denied",
-        "vendor.b": "it failed earlier: RuntimeError: boom",
+        "vendor.b": "out since it failed: RuntimeError: boom",
         "vendor.c": "vendor c is not allowed (allowed: b)",
         "reference.torch": "the order for silu_and_mul is flagos > vendor",
     }

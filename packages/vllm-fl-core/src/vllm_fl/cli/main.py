@@ -11,8 +11,8 @@ from typing import Any
 
 from vllm_fl.cli.tables import key_values, table
 from vllm_fl.dispatch.config import json_schema
+from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import VllmFLError
-from vllm_fl.dispatch.manager import get_default_manager
 from vllm_fl.dispatch.ops import CATALOGUE
 from vllm_fl.dispatch.report import backends, doctor, explain
 from vllm_fl.dispatch.state import current_config, current_device

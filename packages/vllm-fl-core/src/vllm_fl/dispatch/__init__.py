@@ -1,6 +1,13 @@
 """The dispatcher: which implementation of each operator runs. Imports neither torch nor vLLM."""
 
 from vllm_fl.dispatch.backend import BACKEND_API, Backend, Device, Implementation
+from vllm_fl.dispatch.default import (
+    bind_op,
+    call_op,
+    get_default_manager,
+    reset_default_manager,
+    resolve_op,
+)
 from vllm_fl.dispatch.discovery import (
     PLUGIN_GROUP,
     PLUGIN_MODULES_ENV,
@@ -16,16 +23,9 @@ from vllm_fl.dispatch.errors import (
     UnknownOperatorError,
     VllmFLError,
 )
+from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.dispatch.logging import get_logger, set_log_level
-from vllm_fl.dispatch.manager import (
-    BoundOp,
-    OpManager,
-    bind_op,
-    call_op,
-    get_default_manager,
-    reset_default_manager,
-    resolve_op,
-)
+from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.policy import (
     PREFER_DEFAULT,
     PREFER_REFERENCE,

@@ -1,11 +1,14 @@
-"""Counts of calls and fall-backs by operator and implementation, while they are switched on."""
+"""Counts of calls, declines and fall-backs by operator and implementation."""
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.types import OpImpl
 
 
@@ -13,7 +16,7 @@ class Counters:
     """Counts of one manager.
 
     Attributes:
-        enabled: whether newly bound functions count their calls.
+        enabled: whether newly bound functions count their calls and declines.
         calls: (operator, implementation id) -> finished and failed calls.
         declines: (operator, implementation id) -> calls whose arguments it does not take.
         fallbacks: (operator, implementation id) -> calls that another implementation answered.
@@ -45,6 +48,20 @@ class Counters:
 
     def reset(self) -> None:
         """Start again from zero."""
-        self.calls.clear()
-        self.declines.clear()
-        self.fallbacks.clear()
+        for counts in (self.calls, self.declines, self.fallbacks):
+            counts.clear()
+
+    def report_at_exit(self) -> None:
+        """Log the counts when this process ends, if there are any."""
+        reference = weakref.ref(self)
+
+        def report() -> None:
+            counters = reference()
+            for (op_name, impl_id), calls in sorted(counters.calls.items()) if counters else ():
+                assert counters is not None
+                get_logger().info(
+                    "%s: %s ran %d times, declined %d, fell back %d", op_name, impl_id, calls,
+                    counters.declines[op_name, impl_id], counters.fallbacks[op_name, impl_id],
+                )  # fmt: skip
+
+        atexit.register(report)

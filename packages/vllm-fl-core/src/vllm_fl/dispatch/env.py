@@ -53,6 +53,25 @@ def parse_per_op(text: str) -> dict[str, tuple[str, ...]]:
     return orders
 
 
+def parse_yardsticks(text: str) -> dict[str, str]:
+    """Parse ``"rms_norm=reference,silu_and_mul=reference"`` into operator -> order token."""
+    yardsticks = {}
+    for entry in parse_list(text):
+        op, separator, token = (part.strip() for part in entry.partition("="))
+        if not (separator and op and token):
+            raise ValueError(f"{entry!r} is not of the form 'operator=token'.")
+        yardsticks[op] = token
+    return yardsticks
+
+
+def parse_limit(text: str) -> float:
+    """Parse a number that is not negative."""
+    value = float(text)
+    if not value >= 0:
+        raise ValueError("not a number of at least 0.")
+    return value
+
+
 def parse_choice(*allowed: str) -> Callable[[str], str]:
     """Return a parser that takes one of ``allowed``, in any case."""
 
@@ -186,6 +205,24 @@ LOG_LEVEL = EnvVar(
 DISPATCH_DEBUG = EnvVar(
     "VLLM_FL_DISPATCH_DEBUG", parse_bool, False, "boolean",
     "Print every decision with its reasons, count calls, and print the counts at exit.",
+)  # fmt: skip
+
+COMPARE = EnvVar(
+    "VLLM_FL_COMPARE", parse_yardsticks, {}, "op=token,op=token",
+    "Eager mode only: also run this implementation of the operator on copies of the live inputs "
+    "and report the largest difference in each layer.",
+)  # fmt: skip
+COMPARE_LIMIT = EnvVar(
+    "VLLM_FL_COMPARE_LIMIT", parse_limit, None, "number",
+    "Stop at a difference above this share of the largest element.",
+)  # fmt: skip
+OPLIST = EnvVar(
+    "VLLM_FL_OPLIST", Path, None, "path",
+    "Write the implementations in use to this file (rank N > 0: path.rankN).",
+)  # fmt: skip
+FLAGGEMS_OPLIST = EnvVar(
+    "FLAGGEMS_ENABLE_OPLIST_PATH", Path, None, "path",
+    "The same under its older name; VLLM_FL_OPLIST wins.",
 )  # fmt: skip
 
 VARIABLES: tuple[EnvVar, ...] = tuple(v for v in list(globals().values()) if isinstance(v, EnvVar))

@@ -1,10 +1,12 @@
-"""What an exception of an implementation means: may another one be tried?"""
+"""What an exception of an implementation means, and which implementations have failed."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.ops import OpSpec
 from vllm_fl.dispatch.types import YES, Decision, OpImpl
 
@@ -20,6 +22,8 @@ def may_retry(
     """Whether the call that failed with ``error`` may be given to the next implementation."""
     if strict:
         return Decision.no("strict mode")
+    if isinstance(error, VllmFLError):
+        return Decision.no("it is not the implementation's fault")
     if is_out_of_memory(error):
         return Decision.no("out of memory says nothing about the implementation")
     try:
@@ -50,3 +54,36 @@ def _describe(value: Any) -> str:
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype}{list(value.shape)} on {getattr(value, 'device', 'cpu')}"
     return repr(value)[:60]
+
+
+class Quarantine:
+    """Implementations that have failed, each with its reason, until the policy changes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failed: Mapping[str, Mapping[str, str]] = {}
+
+    def put(self, op_name: str, impl_id: str, reason: str) -> bool:
+        """Add an implementation; return whether it was not there yet."""
+        with self._lock:
+            failed = self._failed.get(op_name, {})
+            self._failed = {**self._failed, op_name: {**failed, impl_id: reason}}
+            return impl_id not in failed
+
+    def of(self, op_name: str) -> Mapping[str, str]:
+        """Return implementation id -> reason."""
+        return self._failed.get(op_name, {})
+
+    def copy(self) -> dict[str, dict[str, str]]:
+        """Return operator -> implementation id -> reason."""
+        return {op: dict(failed) for op, failed in self._failed.items()}
+
+    def clear(self, op_name: str | None = None) -> None:
+        """Let the implementations of one operator or of all out again."""
+        with self._lock:
+            kept = {op: f for op, f in self._failed.items() if op_name not in (None, op)}
+            self._failed = kept
+
+    def reinit_lock_after_fork(self) -> None:
+        """Replace the lock in a forked child, where its holder no longer runs."""
+        self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Resolve an operator to an implementation, bind it, call it, and fall back.
+"""OpManager: resolve an operator to an implementation, bind it, call it, fall back.
 
 ``bind`` gives a handle whose attribute ``fn`` is a plain function: the per-token path holds no
 lock, environment read, import, policy look-up or context variable. A change of policy, registry
@@ -7,18 +7,27 @@ or quarantine advances the manager's epoch and re-binds live handles before it r
 
 from __future__ import annotations
 
-import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_fl.dispatch import discovery, env, state
+from vllm_fl.dispatch.calls import Callables, Function
+from vllm_fl.dispatch.compare import Comparison
 from vllm_fl.dispatch.counters import Counters
-from vllm_fl.dispatch.errors import NoImplementationError, add_context
-from vllm_fl.dispatch.failure import describe_call, may_retry
+from vllm_fl.dispatch.errors import (
+    BackendLoadError,
+    NoImplementationError,
+    RegistrationError,
+    add_context,
+)
+from vllm_fl.dispatch.failure import Quarantine, describe_call, may_retry
+from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.dispatch.logging import get_logger
+from vllm_fl.dispatch.oplist import OpList
 from vllm_fl.dispatch.ops import get_spec
 from vllm_fl.dispatch.policy import Ranking, SelectionPolicy, rank
 from vllm_fl.dispatch.predicate import predicate
@@ -34,56 +43,12 @@ class Resolution:
     """An operator resolved under a policy.
 
     Attributes:
-        ranking: the order and the refusals.
         impl: the first choice.
         fn: what to call.
     """
 
-    ranking: Ranking
     impl: OpImpl
-    fn: Callable[..., Any]
-
-
-class BoundOp:
-    """A live handle on an operator: call it, or call its ``fn`` and pass errors to ``recover``.
-
-    Attributes:
-        op_name: the operator.
-        fn: the chosen implementation; replaced when the choice changes.
-        impl: which implementation ``fn`` is; None when none may run (``fn`` then raises).
-    """
-
-    __slots__ = ("__weakref__", "_manager", "_policy", "fn", "impl", "op_name")
-
-    op_name: str
-    fn: Callable[..., Any]
-    impl: OpImpl | None
-
-    def __init__(self, manager: OpManager, op_name: str, policy: SelectionPolicy | None) -> None:
-        self.op_name = op_name
-        self._manager = manager
-        self._policy = policy
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the implementation; on an error fall back where that is allowed."""
-        fn = self.fn
-        try:
-            return fn(*args, **kwargs) if kwargs else fn(*args)
-        except Exception as error:
-            return self.recover(fn, error, *args, **kwargs)
-
-    def recover(
-        self, fn: Callable[..., Any], error: Exception, /, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Answer a call in which ``fn`` raised ``error``: try the next one, or re-raise.
-
-        A layer that calls ``fn`` itself inside ``try`` hands what it caught to this method.
-        """
-        policy = self._policy or state.get_global_policy()
-        return self._manager.recover(self.op_name, fn, policy, error, args, kwargs)
-
-    def __repr__(self) -> str:
-        return f"BoundOp({self.op_name!r} -> {self.impl.impl_id if self.impl else None!r})"
+    fn: Function
 
 
 class OpManager(state.PolicyListener):
@@ -92,35 +57,43 @@ class OpManager(state.PolicyListener):
     Args:
         registry: the registry to use; None for a new one.
         register_builtins: whether ``ensure_initialized`` registers the installed backends.
+
+    Attributes:
+        registry: who implements what.
+        comparison: what VLLM_FL_COMPARE asked for; None while nothing is compared.
+        oplist: the file of VLLM_FL_OPLIST; None for none.
     """
 
     def __init__(
         self, registry: OpRegistry | None = None, *, register_builtins: bool = True
     ) -> None:
         self.registry = OpRegistry() if registry is None else registry
-        self.registry.listen(self._forget_choices)
-        self.counters = Counters()
+        self.comparison: Comparison | None = None
+        self.oplist: OpList | None = None
         self._lock = threading.RLock()
         self._initialized = not register_builtins
         self._initializing = False
+        self._callables = Callables()
+        self._quarantine = Quarantine()
+        self._availability: dict[object, Decision] = {}
         self._epoch = 0
         self._table: dict[str, Resolution] = {}
-        self._functions: dict[str, Callable[..., Any]] = {}
         self._scoped_tables: dict[SelectionPolicy, dict[str, Resolution]] = {}
-        self._owners: dict[tuple[str, int], tuple[Callable[..., Any], tuple[OpImpl, ...]]] = {}
-        self._availability: dict[object, Decision] = {}
-        self._quarantine: dict[str, dict[str, str]] = {}
+        self.functions: dict[str, Function] = {}
         self._handles: weakref.WeakSet[BoundOp] = weakref.WeakSet()
+        self._bound: Counter[str] = Counter()
+        self.registry.listen(self._forget_choices)
         state.listen(self)
-        _managers.add(self)
+        live_managers.add(self)
 
     # -- initialisation
 
     def ensure_initialized(self) -> None:
-        """Register the installed backends, once.
+        """Register the installed backends, once, and set up what the environment asks for.
 
         Raises:
             BackendLoadError: a module that VLLM_FL_PLUGIN_MODULES names cannot be used.
+            ConfigError: a variable has a value that is not allowed.
         """
         if self._initialized:
             return
@@ -130,7 +103,7 @@ class OpManager(state.PolicyListener):
             self._initializing = True
             try:
                 discovery.discover_plugins(self.registry)
-                self.counters.enabled |= env.DISPATCH_DEBUG.read()
+                self._read_environment()
                 self._initialized = True
             finally:
                 self._initializing = False
@@ -140,12 +113,27 @@ class OpManager(state.PolicyListener):
             for problem in record.problems:
                 logger.warning("Backend %s lost an operator: %s", record.name, problem)
 
+    def _read_environment(self) -> None:
+        if env.DISPATCH_DEBUG.read():
+            self.counters.enabled = True
+            self.counters.report_at_exit()
+        if env.COMPARE.read():
+            self.comparison = Comparison(env.COMPARE.read(), env.COMPARE_LIMIT.read())
+        path = env.OPLIST.read() or env.FLAGGEMS_OPLIST.read()
+        if path is not None:
+            self.oplist = OpList(path)
+
     # -- selection
 
     @property
     def policy_epoch(self) -> int:
         """A number that grows whenever choices are made anew."""
         return self._epoch
+
+    @property
+    def counters(self) -> Counters:
+        """Counts of calls (while ``count_calls`` is on), declines and fall-backs."""
+        return self._callables.counters
 
     def rank(
         self,
@@ -171,7 +159,7 @@ class OpManager(state.PolicyListener):
             op_name,
             self.registry.get_implementations(op_name),
             policy or state.get_policy(),
-            self._quarantine.get(op_name, {}),
+            self._quarantine.of(op_name),
             self._ask_availability,
             state.device_arch(),
             takes,
@@ -185,17 +173,26 @@ class OpManager(state.PolicyListener):
         """
         return list(self.rank(op_name).require(_hint()))
 
-    def resolve(self, op_name: str) -> Callable[..., Any]:
+    def resolve(self, op_name: str) -> Function:
         """Return the first choice as a plain function: no fall-back, no re-binding.
 
         Raises:
             NoImplementationError: none may run; the message says why for each.
         """
-        return self._resolution(op_name, state.SCOPED.get()).fn
+        return self._resolution(op_name, _scoped_policy()).fn
 
     def get_selected_impl_id(self, op_name: str) -> str:
         """Return the id of the first choice."""
-        return self._resolution(op_name, state.SCOPED.get()).impl.impl_id
+        return self._resolution(op_name, _scoped_policy()).impl.impl_id
+
+    def function(self, impl: OpImpl) -> Function:
+        """Return one implementation as a function, whatever the policy says.
+
+        Raises:
+            BackendLoadError: it cannot be imported.
+            RegistrationError: it does not fit the operator's signature.
+        """
+        return self._callables.function(impl)
 
     def bind(self, op_name: str) -> BoundOp:
         """Return a live handle. Bound inside a policy context, it keeps that context's policy.
@@ -203,15 +200,18 @@ class OpManager(state.PolicyListener):
         Raises:
             NoImplementationError: none may run; the message says why for each.
         """
-        handle = BoundOp(self, op_name, state.SCOPED.get())
-        self._resolution(op_name, handle._policy)
-        self._handles.add(handle)
+        scoped = _scoped_policy()
+        self._resolution(op_name, scoped)
+        with self._lock:
+            handle = BoundOp(self, op_name, self._bound[op_name], scoped)
+            self._bound[op_name] += 1
+            self._handles.add(handle)
         self._rebind(handle)
         return handle
 
     def call(self, op_name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call an operator under the policy in force here; see :meth:`recover` for errors."""
-        fn = self._functions.get(op_name) if _scoped_policy() is None else None
+        fn = self.functions.get(op_name) if _scoped_policy() is None else None
         if fn is None:
             fn = self.resolve(op_name)
         try:
@@ -225,7 +225,7 @@ class OpManager(state.PolicyListener):
     def recover(
         self,
         op_name: str,
-        fn: Callable[..., Any],
+        fn: Function,
         policy: SelectionPolicy,
         error: Exception,
         args: tuple[Any, ...],
@@ -242,12 +242,13 @@ class OpManager(state.PolicyListener):
                 does not fit the operator, donated arguments may be overwritten, or nothing is
                 left to try.
         """
-        impl = self._owner(op_name, fn, args, kwargs)
-        if impl is None:  # nothing may run, and ``error`` says why
+        impl = self._callables.owner(op_name, fn, args, kwargs)
+        if impl is None:  # nothing ran, and ``error`` says why
             raise error
+        spec = get_spec(op_name)
         context = f"in operator {op_name!r}, implementation {impl.impl_id!r}, called with "
         context += describe_call(args, kwargs)
-        decision = may_retry(error, get_spec(op_name), impl, args, kwargs, policy.strict)
+        decision = may_retry(error, spec, impl, args, kwargs, policy.strict)
         followers: tuple[OpImpl, ...] = ()
         if decision:
             order = self.rank(op_name, policy, (args, kwargs)).order
@@ -259,54 +260,41 @@ class OpManager(state.PolicyListener):
                 result = self.function(follower)(*args, **kwargs)
             except Exception as second:
                 add_context(error, f"{follower.impl_id!r} failed, too: {second!r}")
-                decision = may_retry(second, get_spec(op_name), follower, args, kwargs, False)
+                decision = may_retry(second, spec, follower, args, kwargs, strict=False)
                 if not decision:
                     break
             else:
-                self._put_in_quarantine(op_name, impl, follower, error, context)
+                self.counters.fell_back(op_name, impl.impl_id)
+                reason = f"{type(error).__name__}: {error}"
+                self._put_in_quarantine(impl, reason, f"{follower.impl_id} takes over. {context}")
                 return result
         add_context(error, f"{context} ({decision.reason or 'every implementation failed'})")
         raise error
 
-    def _put_in_quarantine(
-        self, op_name: str, impl: OpImpl, follower: OpImpl, error: Exception, context: str
-    ) -> None:
-        reason = f"{type(error).__name__}: {error}"
-        with self._lock:
-            failed = self._quarantine.setdefault(op_name, {})
-            news = impl.impl_id not in failed
-            failed[impl.impl_id] = reason
-        self.counters.fell_back(op_name, impl.impl_id)
-        if news:
+    def _put_in_quarantine(self, impl: OpImpl, reason: str, consequence: str) -> None:
+        if self._quarantine.put(impl.op_name, impl.impl_id, reason):
             logger.warning(
-                "%s of %s failed and is out until the policy changes; %s takes over. %s %s",
-                impl.impl_id, op_name, follower.impl_id, reason, context,
+                "%s of %s is out until the policy changes: %s; %s",
+                impl.impl_id, impl.op_name, reason, consequence,
             )  # fmt: skip
             self._forget_choices()
 
     def get_failed_impls(self, op_name: str | None = None) -> dict[str, dict[str, str]]:
         """Return operator -> implementation id -> why it is in quarantine."""
-        with self._lock:
-            return {
-                op: dict(failed)
-                for op, failed in self._quarantine.items()
-                if failed and op_name in (None, op)
-            }
+        failed = self._quarantine.copy()
+        return {op: reasons for op, reasons in failed.items() if op_name in (None, op)}
 
     def clear_failed_impls(self, op_name: str | None = None) -> None:
         """Let implementations out of quarantine, of one operator or of all."""
-        with self._lock:
-            for op in list(self._quarantine) if op_name is None else [op_name]:
-                self._quarantine.pop(op, None)
+        self._quarantine.clear(op_name)
         self._forget_choices()
 
     # -- change
 
     def bump_policy_epoch(self) -> None:
         """Make every choice anew: availability is asked again and the quarantine is lifted."""
-        with self._lock:
-            self._availability = {}
-            self._quarantine = {}
+        self._availability = {}
+        self._quarantine.clear()
         self._forget_choices()
 
     def policy_changed(self) -> None:
@@ -322,9 +310,10 @@ class OpManager(state.PolicyListener):
         with self._lock:
             self._epoch += 1
             self._table = {}
-            self._functions = {}
             self._scoped_tables = {}
-        for handle in tuple(self._handles):
+            self.functions = {}
+            handles = tuple(self._handles)
+        for handle in handles:
             self._rebind(handle)
 
     def _rebind(self, handle: BoundOp) -> None:
@@ -332,14 +321,28 @@ class OpManager(state.PolicyListener):
             epoch = self._epoch
             impl: OpImpl | None = None
             try:
-                resolution = self._resolution(handle.op_name, handle._policy)
-                fn, impl = resolution.fn, resolution.impl
+                resolution = self._resolution(handle.op_name, handle.scoped)
+                impl, fn = resolution.impl, self._compared(handle, resolution)
             except NoImplementationError as error:
                 fn = _raiser(error)
             with self._lock:
-                if epoch == self._epoch:
-                    handle.impl, handle.fn = impl, fn
-                    return
+                if epoch != self._epoch:
+                    continue
+                handle.impl, handle.fn = impl, fn
+                if self.oplist is not None and impl is not None:
+                    self.oplist.note(impl.op_name, impl.impl_id)
+                return
+
+    def _compared(self, handle: BoundOp, resolution: Resolution) -> Function:
+        """Return the handle's function, compared with another one if that was asked for."""
+        op_name = handle.op_name
+        if self.comparison is None or op_name not in self.comparison.yardsticks:
+            return resolution.fn
+        order = ((op_name, (self.comparison.yardsticks[op_name],)),)
+        policy = replace(handle.scoped or state.get_global_policy(), per_op_order=order)
+        yardstick = self.function(self.rank(op_name, policy).require(_hint())[0])
+        fn = self.comparison.compared(op_name, handle.number, resolution.fn, yardstick)
+        return self._callables.own(fn, (resolution.impl,))
 
     def _resolution(self, op_name: str, scoped: SelectionPolicy | None) -> Resolution:
         """Return the resolution under ``scoped`` (None: the process-wide policy), cached.
@@ -360,75 +363,33 @@ class OpManager(state.PolicyListener):
                     table = self._scoped_tables.setdefault(scoped, {})
                     return table.setdefault(op_name, resolution)
                 resolution = self._table.setdefault(op_name, resolution)
-                self._functions[op_name] = resolution.fn
+                self.functions[op_name] = resolution.fn
                 return resolution
 
     def _choose(self, op_name: str, policy: SelectionPolicy) -> Resolution:
-        ranking = self.rank(op_name, policy)
-        order = ranking.require(_hint())
-        fn = self._first_that_takes(op_name, order)
-        if env.DISPATCH_DEBUG.read():
-            refused = "; ".join(f"{i.impl_id}: {d.reason}" for i, d in ranking.rejected)
-            rest = ", ".join(i.impl_id for i in order[1:])
-            logger.info(
-                "%s -> %s (%s)%s%s", op_name, order[0].impl_id, order[0].wheel or "by hand",
-                f"; then {rest}" if rest else "", f"; refused: {refused}" if refused else "",
-            )  # fmt: skip
-        return Resolution(ranking, order[0], fn)
-
-    def function(self, impl: OpImpl) -> Callable[..., Any]:
-        """Return an implementation as what is called: loaded, checked, counted if that is on."""
-        fn = impl.load()
-        get_spec(impl.op_name).check(fn, f"{impl.impl_id} ({impl.wheel or 'by hand'})")
-        if self.counters.enabled:
-            fn = self.counters.counted(impl, fn)
-        self._owners[impl.op_name, id(fn)] = (fn, (impl,))
-        return fn
-
-    def _first_that_takes(self, op_name: str, order: tuple[OpImpl, ...]) -> Callable[..., Any]:
-        """Return what calls the first implementation in ``order`` that takes the arguments.
-
-        The first choice itself, if it takes whatever the operator takes.
-        """
-        steps = []
-        for impl in order:
-            steps.append((predicate(impl), self.function(impl), impl))
-            if steps[-1][0] is None:
+        """Resolve an operator; an implementation that cannot be loaded gives way to the next."""
+        while True:
+            ranking = self.rank(op_name, policy)
+            order = ranking.require(_hint())
+            broken = self._first_broken(order)
+            if broken is None:
                 break
-        if len(steps) == 1 and steps[0][0] is None:
-            return steps[0][1]
-        counters = self.counters if self.counters.enabled else None
+            impl, error = broken
+            if policy.strict:
+                raise error
+            self._put_in_quarantine(impl, str(error), "the next one is taken")
+        if env.DISPATCH_DEBUG.read():
+            _log_decision(ranking)
+        return Resolution(order[0], self._callables.first_that_takes(order))
 
-        def choose_and_call(*args: Any, **kwargs: Any) -> Any:
-            for decide, fn, impl in steps:
-                if decide is None or decide(*args, **kwargs).accepted:
-                    return fn(*args, **kwargs)
-                if counters is not None:
-                    counters.declined(impl)
-            raise self._nobody_takes(op_name, args, kwargs)
-
-        self._owners[op_name, id(choose_and_call)] = (choose_and_call, tuple(s[2] for s in steps))
-        return choose_and_call
-
-    def _nobody_takes(
-        self, op_name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> NoImplementationError:
-        ranking = self.rank(op_name, call=(args, kwargs))
-        try:
-            ranking.require(f"Called with {describe_call(args, kwargs)}.")
-        except NoImplementationError as error:
-            return error
-        return NoImplementationError(f"The choice for {op_name!r} changed during a call.")
-
-    def _owner(
-        self, op_name: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> OpImpl | None:
-        """Return which implementation ``fn`` ran, also after the choice has changed."""
-        _, order = self._owners.get((op_name, id(fn)), (fn, ()))
+    def _first_broken(self, order: tuple[OpImpl, ...]) -> tuple[OpImpl, Exception] | None:
         for impl in order:
-            decide = predicate(impl)
-            if decide is None or decide(*args, **kwargs).accepted:
-                return impl
+            try:
+                self.function(impl)
+                if predicate(impl) is None:
+                    return None
+            except (BackendLoadError, RegistrationError) as error:
+                return impl, error
         return None
 
     def _ask_availability(self, impl: OpImpl) -> Decision:
@@ -439,12 +400,26 @@ class OpManager(state.PolicyListener):
             decision = self._availability[probe] = impl.availability()
         return decision
 
-    def reinit_lock_after_fork(self) -> None:
-        """Replace the locks in a forked child, where their holder no longer runs."""
+    def reinit_after_fork(self) -> None:
+        """Make locks usable in a forked child, where their holder no longer runs; reset counts."""
         self._lock = threading.RLock()
         self._initializing = False
+        self._quarantine.reinit_lock_after_fork()
         self.registry.reinit_lock_after_fork()
         self.counters.reset()
+
+
+live_managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
+
+
+def _log_decision(ranking: Ranking) -> None:
+    first, *rest = ranking.order
+    refused = "; ".join(f"{impl.impl_id}: {no.reason}" for impl, no in ranking.rejected)
+    logger.info(
+        "%s -> %s (%s)%s%s", ranking.op_name, first.impl_id, first.wheel or "by hand",
+        f"; then {', '.join(impl.impl_id for impl in rest)}" if rest else "",
+        f"; refused: {refused}" if refused else "",
+    )  # fmt: skip
 
 
 def _raiser(error: Exception) -> Callable[..., Any]:
@@ -463,61 +438,3 @@ def _hint() -> str:
         "policy; `vllm-fl explain OP` shows each decision."
     )
     return "\n".join(lines)
-
-
-_managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
-_default: OpManager | None = None
-_default_lock = threading.Lock()
-
-
-def get_default_manager() -> OpManager:
-    """Return the process's manager, made on first use."""
-    global _default
-    if _default is None:
-        with _default_lock:
-            if _default is None:
-                _default = OpManager()
-    return _default
-
-
-def reset_default_manager() -> None:
-    """Drop the process's manager and what discovery found; handles of the old one stay as is."""
-    global _default
-    with _default_lock:
-        _default = None
-    discovery.clear_discovered_plugins()
-
-
-def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator through the process's manager; see :meth:`OpManager.call`."""
-    # The body of OpManager.call, to save the second frame and packing of arguments.
-    manager = _default or get_default_manager()
-    fn = manager._functions.get(op_name) if _scoped_policy() is None else None
-    if fn is None:
-        fn = manager.resolve(op_name)
-    try:
-        return fn(*args, **kwargs) if kwargs else fn(*args)
-    except Exception as error:
-        return manager.recover(op_name, fn, state.get_policy(), error, args, kwargs)
-
-
-def resolve_op(op_name: str) -> Callable[..., Any]:
-    """Return the chosen implementation of an operator as a plain function."""
-    return get_default_manager().resolve(op_name)
-
-
-def bind_op(op_name: str) -> BoundOp:
-    """Return a live handle on an operator; layers hold one and call its ``fn``."""
-    return get_default_manager().bind(op_name)
-
-
-def _after_fork_in_child() -> None:
-    global _default_lock
-    _default_lock = threading.Lock()
-    state.reinit_lock_after_fork()
-    discovery.reinit_lock_after_fork()
-    for manager in tuple(_managers):
-        manager.reinit_lock_after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

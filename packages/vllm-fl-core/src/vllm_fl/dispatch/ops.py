@@ -89,7 +89,7 @@ class OpSpec:
         if problem:
             raise RegistrationError(
                 f"{owner} does not fit operator {self.name!r}: {problem}. "
-                f"Operator: {self.name}{self.signature}; implementation: {given}."
+                f"Operator: {self.declaration}; implementation: {given}."
             )
 
 

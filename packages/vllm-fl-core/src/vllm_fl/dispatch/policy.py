@@ -239,7 +239,7 @@ def rank(
         if decision and impl.vendor is not None:
             decision = policy.vendor_decision(impl.vendor)
         if decision and impl.impl_id in quarantined:
-            decision = Decision.no(f"it failed earlier: {quarantined[impl.impl_id]}")
+            decision = Decision.no(f"out since it failed: {quarantined[impl.impl_id]}")
         if decision and impl.min_arch is not None and (arch is None or arch < impl.min_arch):
             decision = Decision.no(
                 f"it needs architecture {impl.min_arch}, this device has {arch or 'none'}"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.logging import get_logger
-from vllm_fl.dispatch.manager import get_default_manager
 from vllm_fl.dispatch.state import get_policy
 from vllm_fl.dispatch.types import load_object
 from vllm_fl.integration.handover import adopt

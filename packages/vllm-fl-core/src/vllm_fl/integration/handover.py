@@ -12,8 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.dispatch import env, state
+from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import ConfigError
-from vllm_fl.dispatch.manager import get_default_manager
 from vllm_fl.dispatch.ops import CATALOGUE
 from vllm_fl.dispatch.policy import SelectionPolicy
 

@@ -15,9 +15,10 @@ from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
+from vllm_fl.dispatch.default import bind_op, get_default_manager
 from vllm_fl.dispatch.errors import ConfigError, nearest
+from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.dispatch.logging import get_logger
-from vllm_fl.dispatch.manager import BoundOp, bind_op
 from vllm_fl.dispatch.state import current_config
 from vllm_fl.integration.handover import adopt
 
@@ -27,6 +28,9 @@ logger = get_logger("vllm_fl.integration")
 def bind(op_name: str) -> BoundOp:
     """Bind an operator for a layer that is being built, under the policy vLLM was given."""
     adopt(get_current_vllm_config())
+    oplist = get_default_manager().oplist
+    if oplist is not None and torch.distributed.is_initialized():
+        oplist.rank = torch.distributed.get_rank()
     return bind_op(op_name)
 
 

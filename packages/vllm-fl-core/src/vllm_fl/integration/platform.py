@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_fl.dispatch import env
+from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.integration import attention, handover
 
 if TYPE_CHECKING:
@@ -43,4 +45,16 @@ class PlatformFL:
         parallel = vllm_config.parallel_config
         if not parallel.worker_extension_cls:
             parallel.worker_extension_cls = WORKER_EXTENSION
+        _check_comparison(vllm_config)
         handover.publish(vllm_config)
+
+
+def _check_comparison(vllm_config: VllmConfig) -> None:
+    from vllm.config import CompilationMode
+
+    mode = vllm_config.compilation_config.mode
+    if env.COMPARE.read() and mode != CompilationMode.NONE:
+        raise ConfigError(
+            f"{env.COMPARE.name} compares in eager mode, and the compilation mode is {mode}: add "
+            "--enforce-eager, or unset the variable."
+        )

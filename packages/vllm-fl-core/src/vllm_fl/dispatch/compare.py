@@ -1,0 +1,97 @@
+"""Comparing an operator's implementation with another one on the live inputs, layer by layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_fl.dispatch.errors import VllmFLError
+
+
+class ComparisonError(VllmFLError, ArithmeticError):
+    """A result differs from the yardstick's by more than the limit."""
+
+
+@dataclass
+class Difference:
+    """The largest differences seen in one layer.
+
+    Attributes:
+        op_name: the operator.
+        number: the layer's number among the operator's, in order of building.
+        calls: how many calls were compared.
+        absolute: largest absolute difference of two elements; infinite where one is NaN.
+        relative: largest ratio of a call's largest difference to the yardstick's largest element.
+    """
+
+    op_name: str
+    number: int
+    calls: int = 0
+    absolute: float = 0.0
+    relative: float = 0.0
+
+
+class Comparison:
+    """What is compared, and what was found.
+
+    Args:
+        yardsticks: operator -> order token of the implementation to compare with.
+        limit: the relative difference above which the call raises; None for no limit.
+
+    Attributes:
+        differences: (operator, layer number) -> the largest differences.
+    """
+
+    def __init__(self, yardsticks: Mapping[str, str], limit: float | None) -> None:
+        self.yardsticks = yardsticks
+        self.limit = limit
+        self.differences: dict[tuple[str, int], Difference] = {}
+
+    def compared(
+        self, op_name: str, number: int, fn: Callable[..., Any], yardstick: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """Return ``fn`` with each result compared; the yardstick runs on copies of the inputs."""
+        found = self.differences.setdefault((op_name, number), Difference(op_name, number))
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            copies = [_copy(value) for value in args]
+            named_copies = {name: _copy(value) for name, value in kwargs.items()}
+            result = fn(*args, **kwargs)
+            self._note(found, result, yardstick(*copies, **named_copies))
+            return result
+
+        return run
+
+    def _note(self, found: Difference, result: Any, expected: Any) -> None:
+        found.calls += 1
+        for ours, theirs in zip(_tensors(result), _tensors(expected), strict=True):
+            absolute, relative = _difference(ours, theirs)
+            found.absolute = max(found.absolute, absolute)
+            found.relative = max(found.relative, relative)
+            if self.limit is not None and relative > self.limit:
+                raise ComparisonError(
+                    f"{found.op_name} in layer {found.number} differs from "
+                    f"{self.yardsticks[found.op_name]} by {relative:.3g} of the largest element "
+                    f"({absolute:.3g} absolute); the limit is {self.limit:.3g}."
+                )
+
+
+def _copy(value: Any) -> Any:
+    return value.clone() if hasattr(value, "clone") and hasattr(value, "dtype") else value
+
+
+def _tensors(result: Any) -> Iterator[Any]:
+    for value in result if isinstance(result, (tuple, list)) else (result,):
+        if hasattr(value, "dtype"):
+            yield value
+
+
+def _difference(ours: Any, theirs: Any) -> tuple[float, float]:
+    if ours.numel() == 0:
+        return 0.0, 0.0
+    absolute = float((ours.double() - theirs.double()).abs().max())
+    if math.isnan(absolute):
+        return math.inf, math.inf
+    return absolute, absolute / max(float(theirs.double().abs().max()), 1e-30)

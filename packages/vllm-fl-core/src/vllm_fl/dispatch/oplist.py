@@ -1,0 +1,65 @@
+"""The list of implementations in use, in a file, for people and scripts.
+
+One line an operator and implementation, in the form of FlagGems' own operator list:
+``[DEBUG] vllm_fl.dispatch.ops.<operator>: <implementation id>``. It is written when operators are
+bound, so it is complete in eager, compiled and graph modes alike.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from vllm_fl.dispatch.logging import get_logger
+
+logger = get_logger()
+
+
+class OpList:
+    """A file that always holds every implementation that has been bound in this process.
+
+    Args:
+        path: the file of rank 0; rank N writes ``path.rankN``.
+
+    Attributes:
+        rank: the rank of this process among those that run the model.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines: dict[str, None] = {}
+        self.rank = 0
+
+    @property
+    def path(self) -> Path:
+        """The file of this process."""
+        if self.rank == 0:
+            return self._path
+        return self._path.with_name(f"{self._path.name}.rank{self.rank}")
+
+    def note(self, op_name: str, impl_id: str) -> None:
+        """Add an implementation; a new one is written at once."""
+        line = f"[DEBUG] vllm_fl.dispatch.ops.{op_name}: {impl_id}"
+        if line not in self._lines:
+            self._lines[line] = None
+            try:
+                write_atomically(self.path, "\n".join(self._lines) + "\n")
+            except OSError as error:
+                logger.warning("The operator list %s cannot be written: %s", self.path, error)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file as a whole; a link in its place is replaced, not followed.
+
+    Raises:
+        OSError: the folder is missing or not writable, or the path is a folder.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(name, path)
+    except OSError:
+        os.unlink(name)
+        raise

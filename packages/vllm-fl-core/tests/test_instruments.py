@@ -1,0 +1,152 @@
+"""Comparison, the operator list, and the counts at exit."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+
+import pytest
+from vllm_fl.dispatch import OpManager, env, with_denied_vendors
+from vllm_fl.dispatch.compare import Comparison, ComparisonError
+from vllm_fl.dispatch.oplist import OpList, write_atomically
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+OP = "silu_and_mul"
+
+
+@pytest.fixture
+def off_by(manager, impl):
+    """A manager whose first choice is off by a given amount, compared with its reference."""
+
+    def make(error, limit=None):
+        def fn(x):
+            x += error  # in place, which must not reach the yardstick
+            return x
+
+        manager.registry.register_many(
+            [impl("default.flagos", fn), impl("reference.torch", lambda x: x * 1)]
+        )
+        manager.comparison = Comparison({OP: "reference"}, limit)
+        return manager
+
+    return make
+
+
+def test_the_largest_difference_of_each_layer(off_by):
+    manager = off_by(0.5)
+    first, second = manager.bind(OP), manager.bind(OP)
+    assert first(torch.tensor([1.0, -4.0])).tolist() == [1.5, -3.5]
+    first(torch.tensor([8.0]))
+    second(x=torch.tensor([1.0]))
+    found = manager.comparison.differences
+    assert vars(found[OP, 0]) == {
+        "op_name": OP, "number": 0, "calls": 2, "absolute": 0.5, "relative": 0.125,
+    }  # fmt: skip
+    assert (found[OP, 1].calls, found[OP, 1].relative) == (1, 0.5)
+
+
+def test_a_limit_stops_the_run_and_nothing_falls_back(off_by):
+    manager = off_by(0.5, limit=0.3)
+    handle = manager.bind(OP)
+    handle(torch.tensor([4.0]))
+    with pytest.raises(ComparisonError, match=r"silu_and_mul in layer 0 differs from reference by"):
+        handle(torch.tensor([1.0]))
+    assert manager.get_failed_impls() == {}
+
+
+def test_nan_is_an_infinite_difference_and_nothing_is_none(off_by):
+    manager = off_by(math.nan)
+    handle = manager.bind(OP)
+    handle(torch.zeros(0))
+    assert manager.comparison.differences[OP, 0].absolute == 0.0
+    handle(torch.ones(1))
+    assert manager.comparison.differences[OP, 0].absolute == math.inf
+
+
+def test_comparison_from_the_environment(monkeypatch):
+    monkeypatch.setenv("VLLM_FL_COMPARE", "silu_and_mul=reference, rms_norm=impl:vendor.acme")
+    monkeypatch.setenv("VLLM_FL_COMPARE_LIMIT", "1e-3")
+    manager = OpManager()
+    manager.ensure_initialized()
+    assert manager.comparison.yardsticks == {
+        "silu_and_mul": "reference", "rms_norm": "impl:vendor.acme",
+    }  # fmt: skip
+    assert manager.comparison.limit == 1e-3
+
+
+def test_the_operator_list_follows_what_is_bound(manager, impl, tmp_path):
+    manager.registry.register_many([impl("vendor.acme"), impl("reference.torch")])
+    manager.oplist = OpList(tmp_path / "ops.txt")
+    handle = manager.bind(OP)
+    assert (tmp_path / "ops.txt").read_text() == (
+        "[DEBUG] vllm_fl.dispatch.ops.silu_and_mul: vendor.acme\n"
+    )
+    with with_denied_vendors("acme"):
+        manager.bind(OP)
+    assert (tmp_path / "ops.txt").read_text().splitlines() == [
+        "[DEBUG] vllm_fl.dispatch.ops.silu_and_mul: vendor.acme",
+        "[DEBUG] vllm_fl.dispatch.ops.silu_and_mul: reference.torch",
+    ]
+    assert handle(1)[0] == "vendor.acme"
+    assert os.listdir(tmp_path) == ["ops.txt"]
+
+
+def test_each_rank_has_its_file(tmp_path):
+    oplist = OpList(tmp_path / "ops.txt")
+    oplist.rank = 3
+    oplist.note(OP, "reference.torch")
+    assert os.listdir(tmp_path) == ["ops.txt.rank3"]
+
+
+def test_a_link_is_replaced_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    link = tmp_path / "ops.txt"
+    link.symlink_to(victim)
+    write_atomically(link, "new")
+    assert victim.read_text() == "precious"
+    assert link.read_text() == "new"
+    assert not link.is_symlink()
+    assert stat.S_IMODE(link.stat().st_mode) == 0o600
+
+
+def test_a_list_that_cannot_be_written_stops_nothing(manager, impl, tmp_path, log):
+    manager.registry.register_impl(impl("reference.torch"))
+    manager.oplist = OpList(tmp_path / "missing" / "ops.txt")
+    assert manager.bind(OP)(1)[0] == "reference.torch"
+    assert "cannot be written" in log[0].getMessage()
+
+
+@pytest.mark.parametrize("name", ["VLLM_FL_OPLIST", "FLAGGEMS_ENABLE_OPLIST_PATH"])
+def test_the_list_from_the_environment(monkeypatch, tmp_path, name):
+    monkeypatch.setenv(env.FLAGGEMS_OPLIST.name, str(tmp_path / "old"))
+    monkeypatch.setenv(name, str(tmp_path / "ops"))
+    manager = OpManager()
+    manager.ensure_initialized()
+    assert manager.oplist.path == tmp_path / "ops"
+
+
+def test_counts_are_printed_at_exit_in_debug_mode(wheels):
+    wheels.add(
+        "acme",
+        "from vllm_fl.dispatch import Backend\n"
+        "class B(Backend):\n"
+        "    name = vendor = 'acme'\n"
+        "    def silu_and_mul(self, x): raise ArithmeticError('boom')\n"
+        "    def gelu_and_mul(self, x, approximate='none'): return x\n",
+    )
+    code = """
+from vllm_fl.dispatch import OpImpl, BackendImplKind, call_op, get_default_manager
+m = get_default_manager(); m.ensure_initialized()
+m.registry.register_impl(OpImpl("silu_and_mul", "reference.mine", BackendImplKind.REFERENCE,
+                                lambda x: x, priority=99))
+for _ in range(3): call_op("silu_and_mul", 1); call_op("gelu_and_mul", 1)
+"""
+    noisy = wheels.process(code, VLLM_FL_DISPATCH_DEBUG="1").stderr
+    assert "gelu_and_mul: vendor.acme ran 3 times, declined 0, fell back 0" in noisy
+    assert "silu_and_mul: vendor.acme ran 1 times, declined 0, fell back 1" in noisy
+    assert "silu_and_mul: reference.mine ran 3 times" in noisy
+    assert "gelu_and_mul -> vendor.acme (acme 1.0); then reference.torch" in noisy
+    assert "ran" not in wheels.process(code).stderr.replace("vllm_fl", "")

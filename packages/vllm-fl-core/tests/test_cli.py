@@ -106,3 +106,30 @@ def test_config_says_where_each_value_came_from(capsys, monkeypatch):
     assert lines["deny_vendors"].startswith("b, c ")
     assert lines["strict"].split()[0] == "false"
     assert json.loads(output(capsys, "config", "--schema"))["type"] == "object"
+
+
+def test_explain_a_call(capsys, impl):
+    pytest.importorskip("torch")
+    get_default_manager().registry.register_impl(
+        impl("vendor.acme", supports=lambda x: x.shape[-1] % 16 == 0 or "d must divide by 8")
+    )
+    for width, decision, reason in ((64, "chosen", ""), (24, "refused", "d must divide by 8")):
+        arguments = ("explain", "silu_and_mul", "--json", "--args", f"x=bfloat16[8,{width}]")
+        rows = json.loads(output(capsys, *arguments))["implementations"]
+        (row,) = (row for row in rows if row["impl_id"] == "vendor.acme")
+        assert (row["decision"], row["reason"]) == (decision, reason)
+
+
+@pytest.mark.parametrize(
+    ("op", "argument", "message"),
+    [
+        ("silu_and_mul", "y=3", "'y=3' is not of the form 'parameter=value'"),
+        ("silu_and_mul", "x=bfloat17[2]", "'bfloat17' is not a torch dtype"),
+        ("silu_and_mul", "x=what", "'what' is neither a tensor like"),
+        ("rms_norm", "x=float32[2]", "missing a required argument: 'residual'"),
+    ],
+)
+def test_a_call_that_cannot_be_read(capsys, op, argument, message):
+    pytest.importorskip("torch")
+    assert main(["explain", op, "--args", argument]) == 1
+    assert message in capsys.readouterr().err

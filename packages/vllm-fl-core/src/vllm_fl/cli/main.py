@@ -9,11 +9,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_fl.cli.arguments import parse_call
 from vllm_fl.cli.tables import key_values, table
 from vllm_fl.dispatch.config import json_schema
 from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import VllmFLError
-from vllm_fl.dispatch.ops import CATALOGUE
+from vllm_fl.dispatch.ops import CATALOGUE, get_spec
 from vllm_fl.dispatch.report import backends, doctor, explain
 from vllm_fl.dispatch.state import current_config, current_device
 
@@ -46,6 +47,12 @@ def _parser() -> argparse.ArgumentParser:
     command("list", _list, "List the installed backends and what implements each operator.")
     explained = command("explain", _explain, "Say which implementation runs, and why not others.")
     explained.add_argument("op", metavar="OP", help=f"one of: {', '.join(CATALOGUE)}")
+    explained.add_argument(
+        "--args",
+        nargs="+",
+        metavar="PARAMETER=VALUE",
+        help="arguments of a call, as in: x=bfloat16[8,256] approximate=\"'tanh'\"",
+    )
     configured = command("config", _config, "Print every setting with where it came from.")
     configured.add_argument("--schema", action="store_true", help="print the JSON Schema")
     command("doctor", _doctor, "Print versions, wheels, configuration and faults, for a report.")
@@ -83,7 +90,8 @@ def _list(arguments: argparse.Namespace) -> str:
 
 
 def _explain(arguments: argparse.Namespace) -> str:
-    report = explain(get_default_manager(), arguments.op)
+    call = parse_call(get_spec(arguments.op), arguments.args) if arguments.args else None
+    report = explain(get_default_manager(), arguments.op, call)
     if arguments.json:
         return json.dumps(report, indent=2)
     rows = [

@@ -70,6 +70,8 @@ class Backend:
         operators: operator -> ``"package.module:function"`` or :class:`Implementation`. A method
             of the subclass that has an operator's name is an implementation, too.
         device: the device that the backend brings to vLLM, if any.
+        known_failures: cases of the conformance kit (``vllm_fl.testing``) that are known to fail:
+            glob over case ids -> reason.
     """
 
     name: ClassVar[str]
@@ -78,6 +80,7 @@ class Backend:
     api_version: ClassVar[tuple[int, int]] = BACKEND_API
     operators: ClassVar[Mapping[str, str | Implementation]] = {}
     device: ClassVar[Device | None] = None
+    known_failures: ClassVar[Mapping[str, str]] = {}
 
     def is_available(self) -> object:
         """Whether the backend's operators can run here: a bool, a Decision, or why not as text."""

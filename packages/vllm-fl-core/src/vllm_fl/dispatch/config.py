@@ -6,10 +6,8 @@ the defaults file of the platform, built-in defaults.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from vllm_fl.dispatch import env
@@ -208,6 +206,9 @@ def read_resource(reference: str) -> tuple[str, str]:
     Raises:
         ConfigError: there is no such package or file.
     """
+    import importlib.util
+    from pathlib import Path
+
     package, _, name = reference.partition(":")
     spec = importlib.util.find_spec(package)
     for folder in (spec.submodule_search_locations or ()) if spec else ():

@@ -38,8 +38,9 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Call an operator through the process's manager; see :meth:`OpManager.call`."""
     # The body of OpManager.call, to save a second frame and packing of the arguments.
     manager = _default or get_default_manager()
-    fn = manager.functions.get(op_name) if _scoped_policy() is None else None
-    if fn is None:
+    try:
+        fn = manager.functions[op_name] if _scoped_policy() is None else manager.resolve(op_name)
+    except KeyError:
         fn = manager.resolve(op_name)
     try:
         return fn(*args, **kwargs) if kwargs else fn(*args)

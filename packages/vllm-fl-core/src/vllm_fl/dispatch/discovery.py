@@ -11,7 +11,7 @@ import importlib
 import re
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -97,19 +97,45 @@ def normalise(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def scan() -> list[EntryPoint]:
+@dataclass(frozen=True)
+class Found:
+    """An entry point with the name and version of its distribution, read once."""
+
+    entry: EntryPoint
+    distribution: str
+    version: str
+
+    @property
+    def owns_name(self) -> bool:
+        """Whether the distribution is the one that the entry point's name belongs to."""
+        return normalise(self.distribution) == f"vllm-fl-{self.entry.name}"
+
+
+def scan() -> list[Found]:
     """Return the entry points of installed backends, sorted, one a distribution and name.
 
     A distribution that is found twice (an editable install beside metadata of the source tree, an
-    older copy later on the path) counts once, as the import system would have it: the first.
+    older copy later on the path) counts once, as the import system would have it: the first. Of
+    wheels that use the same name, vllm-fl-NAME comes first.
     """
     from importlib.metadata import entry_points
 
-    first: dict[tuple[str, str], EntryPoint] = {}
+    first: dict[tuple[str, str], Found] = {}
     for entry in entry_points(group=PLUGIN_GROUP):
-        owner = normalise(entry.dist.name) if entry.dist is not None else entry.value
-        first.setdefault((entry.name, owner), entry)
-    return [first[key] for key in sorted(first)]
+        name, version = _name_and_version(entry)
+        found = Found(entry, name, version)
+        first.setdefault((entry.name, normalise(found.distribution) or entry.value), found)
+    return sorted(
+        first.values(), key=lambda f: (f.entry.name, not f.owns_name, normalise(f.distribution))
+    )
+
+
+def _name_and_version(entry: EntryPoint) -> tuple[str, str]:
+    """Read a distribution's metadata once; every look at ``dist.name`` would parse it again."""
+    metadata = entry.dist.metadata if entry.dist is not None else None
+    if metadata is None:
+        return "", ""
+    return metadata["Name"] or "", metadata["Version"] or ""
 
 
 _lock = threading.RLock()
@@ -167,33 +193,21 @@ def _reject(record: DiscoveredBackend, reason: str) -> None:
 def _discover() -> list[DiscoveredBackend]:
     found = []
     owners: dict[str, str] = {}
-    for entry in _owners_first(scan()):
-        record = DiscoveredBackend(
-            entry.name,
-            source=f"entry point {entry.value}",
-            distribution=entry.dist.name if entry.dist is not None else "",
-            version=entry.dist.version if entry.dist is not None else "",
-        )
+    for item in scan():
+        name = item.entry.name
+        source = f"entry point {item.entry.value}"
+        record = DiscoveredBackend(name, source, item.distribution, item.version)
         found.append(record)
-        owner = owners.setdefault(entry.name, record.distribution)
-        if owner == record.distribution:
-            _load(record, entry.load)
+        owner = owners.setdefault(name, item.distribution)
+        if owner == item.distribution:
+            _load(record, item.entry.load)
         else:
-            record.reject(f"the name {entry.name!r} is taken by {owner}; uninstall one of the two")
+            record.reject(f"the name {name!r} is taken by {owner}; uninstall one of the two")
     for name in env.PLUGIN_MODULES.read():
         record = DiscoveredBackend(name, source=PLUGIN_MODULES_ENV)
         found.append(record)
         _load(record, functools.partial(_import_named, name))
     return found
-
-
-def _owners_first(entries: Iterable[EntryPoint]) -> list[EntryPoint]:
-    """Put the entry point x of distribution vllm-fl-x before another wheel's entry point x."""
-
-    def foreign(entry: EntryPoint) -> bool:
-        return entry.dist is None or normalise(entry.dist.name) != f"vllm-fl-{entry.name}"
-
-    return sorted(entries, key=lambda entry: (entry.name, foreign(entry)))
 
 
 def _import_named(name: str) -> Any:

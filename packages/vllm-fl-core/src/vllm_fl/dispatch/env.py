@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_fl.dispatch.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 _BOOLEANS = {
     **dict.fromkeys(("1", "true", "yes", "on"), True),
@@ -89,9 +91,16 @@ def parse_log_level(text: str) -> str:
     return parse_choice("debug", "info", "warning", "error", "critical")(text).upper()
 
 
+def parse_path(text: str) -> Path:
+    """Parse a path; ``~`` is the home folder."""
+    from pathlib import Path  # slow to import, and rarely needed
+
+    return Path(text).expanduser()
+
+
 def parse_file(text: str) -> Path:
     """Parse the path of an existing file."""
-    path = Path(text).expanduser()
+    path = parse_path(text)
     if not path.is_file():
         raise ValueError("no such file. Give the path of an existing file, or unset the variable.")
     return path
@@ -217,11 +226,11 @@ COMPARE_LIMIT = EnvVar(
     "Stop at a difference above this share of the largest element.",
 )  # fmt: skip
 OPLIST = EnvVar(
-    "VLLM_FL_OPLIST", Path, None, "path",
+    "VLLM_FL_OPLIST", parse_path, None, "path",
     "Write the implementations in use to this file (rank N > 0: path.rankN).",
 )  # fmt: skip
 FLAGGEMS_OPLIST = EnvVar(
-    "FLAGGEMS_ENABLE_OPLIST_PATH", Path, None, "path",
+    "FLAGGEMS_ENABLE_OPLIST_PATH", parse_path, None, "path",
     "The same under its older name; VLLM_FL_OPLIST wins.",
 )  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Iterable
 
@@ -33,6 +32,8 @@ class NoImplementationError(VllmFLError, RuntimeError):
 
 def nearest(given: str, allowed: Iterable[str]) -> str:
     """Return a sentence that names the nearest valid spelling, or lists what is allowed."""
+    import difflib  # only a mistake pays for it
+
     options = sorted(allowed)
     close = difflib.get_close_matches(given.lower(), [o.lower() for o in options], n=1, cutoff=0.6)
     if close:

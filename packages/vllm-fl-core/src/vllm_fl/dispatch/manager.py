@@ -211,8 +211,9 @@ class OpManager(state.PolicyListener):
 
     def call(self, op_name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call an operator under the policy in force here; see :meth:`recover` for errors."""
-        fn = self.functions.get(op_name) if _scoped_policy() is None else None
-        if fn is None:
+        try:
+            fn = self.functions[op_name] if _scoped_policy() is None else self.resolve(op_name)
+        except KeyError:
             fn = self.resolve(op_name)
         try:
             # Without the empty dictionary the call is a third cheaper.

@@ -8,10 +8,12 @@ bound, so it is complete in eager, compiled and graph modes alike.
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_fl.dispatch.logging import get_logger
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 logger = get_logger()
 
@@ -55,6 +57,8 @@ def write_atomically(path: Path, text: str) -> None:
     Raises:
         OSError: the folder is missing or not writable, or the path is a folder.
     """
+    import tempfile  # slow to import, and few write an operator list
+
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

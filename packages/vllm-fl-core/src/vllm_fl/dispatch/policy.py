@@ -6,7 +6,6 @@ nothing else, so that the choice for any chip can be computed and tested on any 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
@@ -169,6 +168,8 @@ class SelectionPolicy:
 
     def fingerprint(self) -> str:
         """A short hash of the content, equal in every process."""
+        import hashlib  # loads OpenSSL
+
         text = json.dumps(self.to_dict(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -15,15 +15,24 @@ from vllm_fl.dispatch.ops import CATALOGUE, get_spec
 _PACKAGES = ("vllm-fl-core", "vllm", "torch", "triton", "flag-gems", "torch-npu", "transformers")
 
 
-def explain(manager: OpManager, op_name: str) -> dict[str, Any]:
+def explain(
+    manager: OpManager,
+    op_name: str,
+    call: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     """Return every implementation of an operator with the decision about it.
+
+    Args:
+        manager: the manager that decides.
+        op_name: the operator.
+        call: arguments of a call, to see which implementations take them.
 
     Raises:
         UnknownOperatorError: the operator does not exist.
     """
     spec = get_spec(op_name)
     policy = state.get_policy()
-    ranking = manager.rank(op_name, policy)
+    ranking = manager.rank(op_name, policy, call)
     order = policy.get_per_op_order(op_name) or policy.get_default_order()
     rows = [
         {

@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_fl.dispatch import config, discovery, env
 from vllm_fl.dispatch.device import DeviceChoice, choose_device
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.policy import SelectionPolicy
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SCOPED: ContextVar[SelectionPolicy | None] = ContextVar("vllm_fl_policy", default=None)
 

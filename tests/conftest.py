@@ -1,0 +1,131 @@
+"""Fixtures of the end-to-end tests: jobs in real vLLM and in transformers, each its own process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+TINY_MODEL = HERE.parent / "examples" / "tiny-qwen3"
+GREEDY = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
+ENGINE = {
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+    "kv_cache_memory_bytes": 1 << 28,
+    "skip_tokenizer_init": True,
+}
+
+
+class Failed(Exception):
+    """A job's process failed; the text is what it printed."""
+
+
+def run_job(script: str, job: dict[str, Any], folder: Path, **env: str) -> dict[str, Any]:
+    """Run a job; return its result.
+
+    Raises:
+        Failed: the process did not finish well.
+    """
+    number = len(list(folder.iterdir()))
+    source, result = folder / f"{number}-job.json", folder / f"{number}-result.json"
+    source.write_text(json.dumps(job))
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_FL_")}
+    done = subprocess.run(
+        [sys.executable, "-P", str(HERE / script), str(source), str(result)],
+        env={**clean, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    if done.returncode != 0:
+        raise Failed(done.stdout)
+    return {**json.loads(result.read_text()), "log": done.stdout}
+
+
+@pytest.fixture(scope="session")
+def vllm(tmp_path_factory) -> Callable[..., dict[str, Any]]:
+    """Run prompts (one batch of token ids, or several batches) in vLLM."""
+    folder = tmp_path_factory.mktemp("vllm")
+
+    def run(
+        model: Path,
+        *batches: list[list[int]],
+        new_tokens: int = 64,
+        env: dict[str, str] | None = None,
+        sampling: dict[str, Any] | None = None,
+        embed: bool = False,
+        **engine: Any,
+    ) -> dict[str, Any]:
+        job = {
+            "engine": {"model": str(model), "dtype": "float32", **ENGINE, **engine},
+            "batches": batches,
+            "sampling": {**GREEDY, "max_tokens": new_tokens, **(sampling or {})},
+            "embed": embed,
+        }
+        return run_job("run_vllm.py", job, folder, **(env or {}))
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def transformers(tmp_path_factory) -> Callable[..., dict[str, Any]]:
+    """Run prompts in transformers."""
+    folder = tmp_path_factory.mktemp("transformers")
+
+    def run(
+        model: Path, prompts: list[list[int]], new_tokens: int = 64, dtype: str = "float32"
+    ) -> dict[str, Any]:
+        job = {"model": str(model), "dtype": dtype, "prompts": prompts, "new_tokens": new_tokens}
+        return run_job("run_transformers.py", job, folder)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Sixteen stretches of the tiny model's own text, of 1 to 300 tokens."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(TINY_MODEL / "tokenizer.json"))
+    text = (TINY_MODEL / "README.md").read_text() + Path(argparse_file()).read_text()
+    ids = tokenizer.encode(text).ids
+    lengths = [1, 2, 3, 7, 15, 16, 17, 31, 33, 48, 64, 65, 100, 150, 255, 300]
+    return [ids[7 * i : 7 * i + n] for i, n in enumerate(lengths)]
+
+
+def argparse_file() -> str:
+    """A long text that is on every machine."""
+    import argparse
+
+    return argparse.__file__
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    return TINY_MODEL
+
+
+@pytest.fixture(scope="session")
+def expected(transformers, tiny_model, prompts) -> list[list[int]]:
+    """What transformers generates for the prompts, greedily, in fp32."""
+    return transformers(tiny_model, prompts)["tokens"]
+
+
+@pytest.fixture
+def plugin(tmp_path) -> Callable[[str], dict[str, str]]:
+    """Write a plug-in module; return the environment that names it."""
+
+    def write(code: str) -> dict[str, str]:
+        (tmp_path / "plug.py").write_text(code)
+        return {"PYTHONPATH": str(tmp_path), "VLLM_FL_PLUGIN_MODULES": "plug"}
+
+    return write

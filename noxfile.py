@@ -49,16 +49,33 @@ def install_wheels(session: nox.Session, *names: str) -> None:
     session.install(*(str(wheels[name]) for name in names))
 
 
-def install_vllm(session: nox.Session, version: str) -> None:
-    """Install vLLM as a machine without an accelerator needs it."""
-    torch, _ = VLLM[version]
-    session.install(f"torch=={torch}")
-    session.install("packaging")
-    session.install("--no-deps", f"vllm=={version}")
-    listed = session.run("python", str(ROOT / "tools" / "vllm_requirements.py"), silent=True)
-    requirements = Path(session.create_tmp()) / "vllm-requirements.txt"
-    requirements.write_text(str(listed))
-    session.install("-r", str(requirements))
+def use_vllm(session: nox.Session, version: str) -> None:
+    """Put vLLM, as a machine without an accelerator needs it, on the session's path.
+
+    vLLM and torch are several gigabytes, so they are installed once, into an environment that the
+    sessions share; what a session itself installs lies in its own.
+    """
+    base = ROOT / ".nox" / f"vllm-{version}"
+    python = str(base / "bin" / "python")
+    if not (base / "complete").exists():
+
+        def pip_install(*arguments: str) -> None:
+            session.run(python, "-m", "pip", "install", "-q", *arguments, external=True)
+
+        session.run("python", "-m", "venv", "--clear", str(base))
+        pip_install("--upgrade", "pip")
+        pip_install(f"torch=={VLLM[version][0]}", "packaging")
+        pip_install("--no-deps", f"vllm=={version}")
+        script = str(ROOT / "tools" / "vllm_requirements.py")
+        listed = session.run(python, script, external=True, silent=True)
+        requirements = base / "requirements.txt"
+        requirements.write_text(str(listed))
+        pip_install("-r", str(requirements))
+        (base / "complete").touch()
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    shared = str(session.run(python, "-c", where, external=True, silent=True)).strip()
+    own = str(session.run("python", "-c", where, silent=True)).strip()
+    Path(own, "vllm.pth").write_text(shared + "\n")
 
 
 def run_pytest(session: nox.Session, *paths: str) -> None:
@@ -69,19 +86,19 @@ def run_pytest(session: nox.Session, *paths: str) -> None:
     )  # fmt: skip
 
 
-@nox.session(python=EVERYDAY_PYTHON, venv_location=f".nox/vllm-{EVERYDAY}")
+@nox.session(python=EVERYDAY_PYTHON)
 def demo(session: nox.Session) -> None:
     """Generate text with vLLM and the tiny model, through the dispatched operators."""
-    install_vllm(session, EVERYDAY)
+    use_vllm(session, EVERYDAY)
     install_wheels(session, CORE, REFERENCE)
     session.run("python", "examples/offline_inference.py", *session.posargs)
 
 
-@nox.session(python=EVERYDAY_PYTHON, venv_location=f".nox/vllm-{EVERYDAY}")
+@nox.session(python=EVERYDAY_PYTHON)
 @nox.parametrize("backend", [nox.param(name, id=name, tags=[name]) for name in BACKENDS])
 def tests(session: nox.Session, backend: str) -> None:
     """Test core, one backend's wheel, and vLLM running through them."""
-    install_vllm(session, EVERYDAY)
+    use_vllm(session, EVERYDAY)
     session.install("--group=test")
     install_wheels(session, *dict.fromkeys((CORE, REFERENCE, backend)))
     paths = [f"packages/{backend}/tests"]
@@ -94,7 +111,7 @@ def tests(session: nox.Session, backend: str) -> None:
 @nox.parametrize("python,version", [nox.param(p, v, id=v) for v, (_, p) in VLLM.items()])
 def vllm(session: nox.Session, version: str) -> None:
     """Run the parity tests on another version of vLLM."""
-    install_vllm(session, version)
+    use_vllm(session, version)
     session.install("--group=test")
     install_wheels(session, CORE, REFERENCE)
     run_pytest(session, "packages/vllm-fl-reference/tests", "tests")
@@ -106,9 +123,10 @@ def lint(session: nox.Session) -> None:
     session.install("--group=lint")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
-    session.run("mypy", "packages/vllm-fl-core/src")
-    for name in BACKENDS:
+    for name in PACKAGES:
         session.run("mypy", f"packages/{name}/src")
+    session.install("--no-deps", "packages/vllm-fl-core")
+    session.run("python", "tools/generate_docs.py", "--check")
 
 
 @nox.session(python=EVERYDAY_PYTHON)

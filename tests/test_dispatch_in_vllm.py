@@ -58,9 +58,7 @@ def test_denying_the_vendor_restores_it(vllm, tiny_model, few, right, plugin):
     assert list(ran(result)) == ["reference.torch"]
 
 
-def test_a_failing_operator_falls_back_once_and_says_so_once(
-    vllm, tiny_model, few, right, plugin
-):
+def test_a_failing_operator_falls_back_once_and_says_so_once(vllm, tiny_model, few, right, plugin):
     result = run(vllm, tiny_model, few, plugin(FAILING))
     assert generated(result) == right
     assert ran(result)["reference.torch"] > 0

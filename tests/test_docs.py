@@ -41,9 +41,7 @@ def test_yaml_blocks_are_valid(page, text):
 @pytest.mark.parametrize("command", commands())
 def test_commands_run(command):
     environ = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
-        command.split(), env=environ, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command.split(), env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout
 

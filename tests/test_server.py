@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -19,13 +18,11 @@ def server(tiny_model, tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     log = tmp_path_factory.mktemp("server") / "log"
-    command = os.path.join(os.path.dirname(sys.executable), "vllm")
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(tiny_model)]
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
     arguments += ["--max-model-len", "512", "--served-model-name", "tiny"]
     with log.open("w") as output:
-        process = subprocess.Popen(
-            [command, "serve", str(tiny_model), *arguments], stdout=output, stderr=output
-        )
+        process = subprocess.Popen([*command, *arguments], stdout=output, stderr=output)
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
     deadline = time.monotonic() + 180
     while True:
@@ -59,9 +56,7 @@ def test_completions_at_once_equal_those_alone(server):
 
 def test_streaming_completion_equals_the_plain_one(server):
     plain = complete(server, "The with statement")
-    parts = [
-        chunk.choices[0].text for chunk in complete(server, "The with statement", stream=True)
-    ]
+    parts = [chunk.choices[0].text for chunk in complete(server, "The with statement", stream=True)]
     assert len(parts) > 5
     assert "".join(parts) == plain.choices[0].text
     assert plain.usage.completion_tokens == 24

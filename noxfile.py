@@ -45,7 +45,6 @@ def install_wheels(session: nox.Session, *names: str) -> None:
     """Install the wheels of exactly these distributions of the project, freshly built."""
     wheels = build_wheels(session)
     session.run("python", "-m", "pip", "uninstall", "-q", "-y", *PACKAGES, silent=True)
-    session.install("--no-deps", *(str(wheels[name]) for name in names))
     session.install(*(str(wheels[name]) for name in names))
 
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from vllm import LLM, SamplingParams
+
 from vllm_fl.cli.tables import table
 
 TINY_MODEL = Path(__file__).parent / "tiny-qwen3"

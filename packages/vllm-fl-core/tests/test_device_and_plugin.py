@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from vllm_fl.dispatch import Backend, ConfigError, Decision, Device
 from vllm_fl.dispatch.device import choose_device
 from vllm_fl.dispatch.discovery import DiscoveredBackend

@@ -7,6 +7,7 @@ import os
 import stat
 
 import pytest
+
 from vllm_fl.dispatch import OpManager, env, with_denied_vendors
 from vllm_fl.dispatch.compare import Comparison, ComparisonError
 from vllm_fl.dispatch.oplist import OpList, write_atomically

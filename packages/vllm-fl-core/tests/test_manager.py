@@ -7,6 +7,7 @@ import threading
 import weakref
 
 import pytest
+
 from vllm_fl.dispatch import (
     BackendLoadError,
     NoImplementationError,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import inspect
 
 import pytest
+
 from vllm_fl.dispatch import RegistrationError, UnknownOperatorError
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
 

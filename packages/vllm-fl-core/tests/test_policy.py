@@ -5,6 +5,7 @@ import itertools
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from vllm_fl.dispatch import (
     ConfigError,
     Decision,

@@ -4,6 +4,7 @@ import asyncio
 import threading
 
 import pytest
+
 from vllm_fl.dispatch import (
     ConfigError,
     SelectionPolicy,

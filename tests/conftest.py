@@ -39,7 +39,7 @@ def run_job(script: str, job: dict[str, Any], folder: Path, **env: str) -> dict[
     clean = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_FL_")}
     done = subprocess.run(
         [sys.executable, "-P", str(HERE / script), str(source), str(result)],
-        env={**clean, **env},
+        env={**clean, "OMP_NUM_THREADS": "1", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

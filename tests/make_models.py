@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
 import torch
 import transformers as tf
 
+TINY_MODEL = Path(__file__).parent.parent / "examples" / "tiny-qwen3"
 COMMON = {
     "vocab_size": 512,
     "hidden_size": 128,
@@ -65,6 +67,8 @@ def main() -> None:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
         config.architectures = [model_class.__name__]
         model.save_pretrained(folder / name)
+        for file in TINY_MODEL.glob("tokenizer*"):  # vLLM wants one for embedding models
+            shutil.copy(file, folder / name)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ def test_greedy_tokens(vllm, transformers, models, random_prompts, name):
 
 def test_an_encoder(vllm, transformers, models, random_prompts):
     expected = transformers(models / "bert", random_prompts)["embeddings"]
-    result = vllm(models / "bert", random_prompts, embed=True, runner="pooling")
+    result = vllm(
+        models / "bert", random_prompts, embed=True, runner="pooling", skip_tokenizer_init=False
+    )
     for ours, theirs in zip(result["outputs"][0], expected, strict=True):
         assert ours == pytest.approx(theirs, abs=2e-5)

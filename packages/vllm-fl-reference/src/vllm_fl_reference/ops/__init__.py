@@ -1,0 +1,1 @@
+"""The operators of the catalogue in plain PyTorch."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from vllm_fl.dispatch import (
     BackendImplKind,
     OpImpl,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from vllm_fl.cli import main
 from vllm_fl.cli.tables import key_values, table
 from vllm_fl.dispatch import get_default_manager, reset_global_policy, set_global_policy

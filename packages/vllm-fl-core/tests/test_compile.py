@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from vllm_fl.dispatch import BackendImplKind, OpImpl, SelectionPolicy, set_global_policy
 
 torch = pytest.importorskip("torch")

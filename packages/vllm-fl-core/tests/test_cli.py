@@ -101,8 +101,9 @@ def test_config_says_where_each_value_came_from(capsys, monkeypatch):
         "source": "VLLM_FL_PER_OP",
     }
     assert data["prefer"] == {"value": "flagos", "source": "built-in default"}
-    lines = {line.split()[0]: line.split(maxsplit=1)[1] for line in
-             output(capsys, "config").splitlines()}
+    lines = {
+        line.split()[0]: line.split(maxsplit=1)[1] for line in output(capsys, "config").splitlines()
+    }
     assert lines["op_backends"].split() == ["rms_norm=vendor:acme|reference", "VLLM_FL_PER_OP"]
     assert lines["deny_vendors"].startswith("b, c ")
     assert lines["strict"].split()[0] == "false"

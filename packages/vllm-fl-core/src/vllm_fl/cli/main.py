@@ -6,9 +6,10 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from vllm_fl.cli import verify
 from vllm_fl.cli.arguments import parse_call
 from vllm_fl.cli.tables import key_values, table
 from vllm_fl.dispatch.config import json_schema
@@ -22,14 +23,16 @@ from vllm_fl.dispatch.state import current_config, current_device
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status (0 fine, 1 refused, 2 wrong usage)."""
     arguments = _parser().parse_args(argv)
+    status = 0
     try:
-        print(arguments.run(arguments), flush=True)
+        text, status = arguments.run(arguments)
+        print(text, flush=True)
     except BrokenPipeError:  # the reader has seen enough, as in `vllm-fl doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except VllmFLError as error:
         print(f"vllm-fl: {error}", file=sys.stderr)
         return 1
-    return 0
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -44,8 +47,11 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    command("list", _list, "List the installed backends and what implements each operator.")
-    explained = command("explain", _explain, "Say which implementation runs, and why not others.")
+    def report(name: str, run: Callable[[argparse.Namespace], str], text: str) -> Any:
+        return command(name, lambda arguments: (run(arguments), 0), text)
+
+    report("list", _list, "List the installed backends and what implements each operator.")
+    explained = report("explain", _explain, "Say which implementation runs, and why not others.")
     explained.add_argument("op", metavar="OP", help=f"one of: {', '.join(CATALOGUE)}")
     explained.add_argument(
         "--args",
@@ -53,9 +59,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PARAMETER=VALUE",
         help="arguments of a call, as in: x=bfloat16[8,256] approximate=\"'tanh'\"",
     )
-    configured = command("config", _config, "Print every setting with where it came from.")
+    configured = report("config", _config, "Print every setting with where it came from.")
     configured.add_argument("--schema", action="store_true", help="print the JSON Schema")
-    command("doctor", _doctor, "Print versions, wheels, configuration and faults, for a report.")
+    report("doctor", _doctor, "Print versions, wheels, configuration and faults, for a report.")
+    verify.add_arguments(command("verify", verify.run, verify.DESCRIPTION))
     return parser
 
 

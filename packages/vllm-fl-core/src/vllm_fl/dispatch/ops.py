@@ -177,19 +177,21 @@ def rms_norm(
     x [..., n], any strides; residual None or the shape of x; weight [n]. Without residual: new
     storage, x * rsqrt(mean(x^2) + epsilon) * weight, x untouched. With residual: returns
     (normalised x + residual, x + residual); both arguments are donated. Statistics in fp32; the
-    normalised value is rounded to the dtype of x before the product with the weight.
+    normalised value is rounded to the dtype of the weight before the product with the weight, and
+    the product to the dtype of x.
     Source: vLLM ``RMSNorm``; Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 
 
-@_operator(donated=("x", "residual"), donated_when="residual")
+@_operator()
 def gemma_rms_norm(
     x: Tensor, residual: Tensor | None, weight: Tensor, epsilon: float
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Root-mean-square normalisation with scale 1 + weight (Gemma models).
 
-    As ``rms_norm``, but the scale is (1 + weight) summed in fp32, and the product is formed in
-    fp32 and rounded once. Source: vLLM ``GemmaRMSNorm``.
+    As ``rms_norm``, but the scale is (1 + weight) summed in fp32, the product is formed in fp32
+    and rounded once, and nothing is donated: the results have new storage.
+    Source: vLLM ``GemmaRMSNorm``.
     """
 
 

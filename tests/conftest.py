@@ -63,6 +63,7 @@ def vllm(tmp_path_factory) -> Callable[..., dict[str, Any]]:
         env: dict[str, str] | None = None,
         sampling: dict[str, Any] | None = None,
         embed: bool = False,
+        policy: dict[str, Any] | None = None,
         **engine: Any,
     ) -> dict[str, Any]:
         job = {
@@ -70,6 +71,7 @@ def vllm(tmp_path_factory) -> Callable[..., dict[str, Any]]:
             "batches": batches,
             "sampling": {**GREEDY, "max_tokens": new_tokens, **(sampling or {})},
             "embed": embed,
+            "policy": policy,
         }
         return run_job("run_vllm.py", job, folder, **(env or {}))
 

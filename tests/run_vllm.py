@@ -1,9 +1,9 @@
 """Run one job in stock vLLM, in a process of its own: read a JSON file, write a JSON file.
 
 Job: {"engine": arguments of LLM, "batches": [[token ids, ...], ...], "sampling": arguments of
-SamplingParams, "embed": true for an embedding model}. Result: {"outputs": for each batch, each
-prompt's {"tokens", "logprobs", "prompt_logprobs", "cached"}, "operators": [the operator table of
-each worker], "platform": the platform's class}.
+SamplingParams, "embed": true for an embedding model, "policy": a policy to set in this process}.
+Result: {"outputs": for each batch, each prompt's {"tokens", "logprobs", "prompt_logprobs",
+"cached"}, "operators", "differences": the tables of each worker, "platform": the platform's class}.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.platforms import current_platform
 
+    from vllm_fl.dispatch import SelectionPolicy, set_global_policy
+
+    if job.get("policy"):
+        set_global_policy(SelectionPolicy.from_dict(**job["policy"]))
     llm = LLM(**job["engine"])
     llm.collective_rpc("fl_count_calls")
     results = []
@@ -54,6 +58,7 @@ def main() -> None:
     result = {
         "outputs": results,
         "operators": llm.collective_rpc("fl_operator_table"),
+        "differences": llm.collective_rpc("fl_differences"),
         "platform": f"{type(current_platform).__module__}.{type(current_platform).__name__}",
     }
     Path(sys.argv[2]).write_text(json.dumps(result))

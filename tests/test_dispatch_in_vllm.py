@@ -40,8 +40,8 @@ def right(expected):
     return [continuation[:16] for continuation in expected[8:12]]
 
 
-def run(vllm, model, prompts, env, **more):
-    return vllm(model, prompts, new_tokens=16, env={**env, **more})
+def run(vllm, model, prompts, env, policy=None, **more):
+    return vllm(model, prompts, new_tokens=16, env={**env, **more}, policy=policy)
 
 
 def test_a_vendor_s_operator_changes_the_output(vllm, tiny_model, few, right, plugin):
@@ -79,3 +79,30 @@ def test_the_debug_switch_prints_each_decision(vllm, tiny_model, few, plugin):
     )  # fmt: skip
     assert "silu_and_mul -> reference.torch (vllm-fl-reference" in result["log"]
     assert "then vendor.acme" in result["log"]
+
+
+def test_a_policy_set_in_the_parent_reaches_the_worker(vllm, tiny_model, few, right, plugin):
+    result = run(vllm, tiny_model, few, plugin(CHANGED), policy={"deny_vendors": ["acme"]})
+    assert generated(result) == right
+    assert list(ran(result)) == ["reference.torch"]
+
+
+def test_comparison_operator_list_and_kept_layers(vllm, tiny_model, few, plugin, tmp_path):
+    oplist = tmp_path / "ops.txt"
+    result = run(
+        vllm, tiny_model, few, plugin(CHANGED),
+        VLLM_FL_COMPARE="silu_and_mul=reference,rotary_embedding=reference",
+        VLLM_FL_OPLIST=str(oplist),
+        VLLM_FL_OOT_BLACKLIST="rms_norm",
+    )  # fmt: skip
+    layers = {row["layer"]: row for row in result["differences"][0]}
+    assert len(layers) == 4 + 1  # four activations; the layers share one rotary embedding
+    assert layers["model.layers.3.mlp.act_fn"]["relative"] > 0.1
+    assert layers["model.layers.0.self_attn.rotary_emb"]["relative"] == 0.0
+    assert all(row["calls"] > 10 for row in layers.values())
+    assert oplist.read_text().splitlines() == [
+        "[DEBUG] vllm_fl.dispatch.ops.rotary_embedding: reference.torch",
+        "[DEBUG] vllm_fl.dispatch.ops.silu_and_mul: vendor.acme",
+    ]
+    assert ran(result, "rms_norm") == {"reference.torch": 0}
+    assert "vLLM keeps its own layers for rms_norm: rms_norm is in oot_blacklist" in result["log"]

@@ -89,6 +89,7 @@ class WheelFolder:
         entry: str | None = None,
         value: str | None = None,
         metadata: str = "dist-info",
+        record: bool = False,
     ) -> None:
         module = distribution.replace("-", "_")
         (self.path / f"{module}.py").write_text(code)
@@ -98,6 +99,8 @@ class WheelFolder:
         (info / name).write_text(
             f"Metadata-Version: 2.1\nName: {distribution}\nVersion: {version}\n"
         )
+        if record:
+            (info / "RECORD").write_text(f"{module}.py,,\n")
         (info / "entry_points.txt").write_text(
             f"[vllm_fl.backends]\n{entry or distribution} = {value or module + ':B'}\n"
         )

@@ -182,3 +182,23 @@ print(json.dumps([m for m in {HEAVY} if m in sys.modules]))
 """
     )
     assert loaded == []
+
+
+def test_a_shadowed_module_loses_itself_alone(acme, tmp_path):
+    acme.add("bolt", GOOD.format(name="bolt"), record=True)
+    early = tmp_path / "early"
+    early.mkdir()
+    (early / "bolt.py").write_text(GOOD.format(name="bolt"))
+    code = f"import sys; sys.path.insert(0, {str(early)!r})\n{REPORT}"
+    report = only(acme.python(code))
+    assert report["impls"] == USED
+    reason = report["backends"]["bolt/bolt"]
+    assert f"the module 'bolt' was imported from {early / 'bolt.py'}, not from" in reason
+    assert only(acme.python(REPORT))["backends"]["bolt/bolt"] == ""
+
+
+def test_a_wheel_without_metadata_is_still_found_by_its_entry_point(acme):
+    (acme.path / "acme-1.0.dist-info" / "METADATA").unlink()
+    report = only(acme.python(REPORT))
+    assert report["backends"] == {"acme/": ""}
+    assert report["impls"]["silu_and_mul"] == [["vendor.acme", ""]]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
+import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -200,7 +202,7 @@ def _discover() -> list[DiscoveredBackend]:
         found.append(record)
         owner = owners.setdefault(name, item.distribution)
         if owner == item.distribution:
-            _load(record, item.entry.load)
+            _load(record, functools.partial(_load_entry, item.entry))
         else:
             record.reject(f"the name {name!r} is taken by {owner}; uninstall one of the two")
     for name in env.PLUGIN_MODULES.read():
@@ -208,6 +210,28 @@ def _discover() -> list[DiscoveredBackend]:
         found.append(record)
         _load(record, functools.partial(_import_named, name))
     return found
+
+
+def _load_entry(entry: EntryPoint) -> Any:
+    """Load an entry point and see that its module is the wheel's own.
+
+    Raises:
+        BackendLoadError: another copy of the module comes earlier on the path.
+    """
+    target = entry.load()
+    record = (entry.dist.read_text("RECORD") or "") if entry.dist is not None else ""
+    stem = entry.module.replace(".", "/")
+    for path in (f"{stem}.py", f"{stem}/__init__.py"):
+        # An editable install does not record its modules.
+        if entry.dist is not None and f"\n{path}," in f"\n{record}":
+            own = os.path.realpath(str(entry.dist.locate_file(path)))
+            loaded = os.path.realpath(sys.modules[entry.module].__file__ or "")
+            if loaded != own:
+                raise BackendLoadError(
+                    f"the module {entry.module!r} was imported from {loaded}, not from the wheel's "
+                    f"own copy {own}; remove the copy that shadows it"
+                )
+    return target
 
 
 def _import_named(name: str) -> Any:

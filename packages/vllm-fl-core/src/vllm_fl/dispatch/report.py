@@ -100,6 +100,7 @@ def backends() -> list[dict[str, Any]]:
             "source": record.source,
             "usable": record.decision.accepted,
             "reason": record.decision.reason,
+            "details": record.details,
             "problems": list(record.problems),
             "device": record.device.name if record.device is not None else None,
         }

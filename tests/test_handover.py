@@ -1,0 +1,78 @@
+"""The policy goes from the process that configures vLLM to its workers, or the worker stops."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_fl.dispatch import (
+    ConfigError,
+    SelectionPolicy,
+    get_policy,
+    reset_default_manager,
+    reset_global_policy,
+    set_global_policy,
+)
+from vllm_fl.integration import handover
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    monkeypatch.setattr(handover, "_adopted", None)
+    reset_default_manager()
+    reset_global_policy()
+    yield
+    reset_global_policy()
+    reset_default_manager()
+
+
+@pytest.fixture
+def published(monkeypatch):
+    """What a parent with VLLM_FL_PREFER=vendor publishes."""
+    monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
+    reset_global_policy()
+    config = SimpleNamespace(additional_config={})
+    handover.publish(config)
+    return config
+
+
+def test_a_child_with_the_same_environment_goes_on(published):
+    reset_global_policy()
+    handover.adopt(published)
+    assert get_policy().prefer == "vendor"
+
+
+@pytest.mark.parametrize("value", [None, "reference"])
+def test_a_child_with_another_environment_stops(published, monkeypatch, value):
+    monkeypatch.delenv("VLLM_FL_PREFER")
+    if value is not None:
+        monkeypatch.setenv("VLLM_FL_PREFER", value)
+    with pytest.raises(ConfigError, match=r"There: {'VLLM_FL_PREFER': 'vendor'}; here: ") as caught:
+        handover.adopt(published)
+    assert (value or "nothing set") in str(caught.value)
+
+
+def test_a_policy_set_from_python_is_taken_over():
+    set_global_policy(SelectionPolicy.from_dict(deny_vendors=["acme"]))
+    config = SimpleNamespace(additional_config={"of": "another plug-in"})
+    handover.publish(config)
+    reset_global_policy()
+    handover.adopt(config)
+    assert get_policy().deny_vendors == {"acme"}
+    assert config.additional_config["of"] == "another plug-in"
+
+
+def test_operators_and_wheel_versions_are_published_for_the_compile_cache_key(published):
+    operators = published.additional_config["vllm_fl"]["operators"]
+    assert operators["rms_norm"].startswith("reference.torch vllm-fl-reference 0.")
+
+
+def test_a_configuration_of_another_type_is_refused():
+    with pytest.raises(ConfigError, match="additional_config is object"):
+        handover.publish(SimpleNamespace(additional_config=object()))
+
+
+def test_a_worker_that_nobody_configured_goes_on():
+    handover.adopt(SimpleNamespace(additional_config={}))
+    assert get_policy() == SelectionPolicy()

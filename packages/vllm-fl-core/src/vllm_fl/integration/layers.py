@@ -158,6 +158,8 @@ def rotary_classes() -> list[type[RotaryEmbedding]]:
 
 def layer_classes() -> dict[str, dict[str, type[CustomOp]]]:
     """Return operator -> vLLM class name -> the class that takes its place."""
+    from vllm_fl.integration import moe  # which binds its operators with this module's function
+
     return {
         "silu_and_mul": {SiluAndMul.__name__: SiluAndMulFL},
         "gelu_and_mul": {GeluAndMul.__name__: GeluAndMulFL},
@@ -167,6 +169,7 @@ def layer_classes() -> dict[str, dict[str, type[CustomOp]]]:
             base.__name__: type(f"{base.__name__}FL", (DispatchedRotary, base), {})
             for base in rotary_classes()
         },
+        **moe.layer_classes(),
     }
 
 
@@ -193,4 +196,5 @@ def install() -> None:
             logger.info("vLLM keeps its own layers for %s: %s.", op_name, decision.reason)
             continue
         for name, layer in layers.items():
-            CustomOp.register_oot(layer, name=name)
+            if op_registry_oot.get(name) is not layer:  # one layer may call several operators
+                CustomOp.register_oot(layer, name=name)

@@ -43,17 +43,23 @@ def select_backend(
     adopt(get_current_vllm_config())
     manager = get_default_manager()
     candidates = manager.resolve_candidates(OPERATOR)
-    if get_policy().strict:
-        candidates = candidates[:1]
+    strict = get_policy().strict
     refusals = []
-    for impl in candidates:
-        choose = manager.function(impl)
-        reference = choose(use_mla=config.use_mla, use_sparse=config.use_sparse)
-        backend = load_object(reference)
-        problems = backend.validate_configuration(
-            device_capability=platform.get_device_capability(), **config._asdict()
-        )
-        name = backend.get_name()
+    for impl in candidates[:1] if strict else candidates:
+        try:
+            choose = manager.function(impl)
+            reference = choose(use_mla=config.use_mla, use_sparse=config.use_sparse)
+            backend = load_object(reference)
+            name = backend.get_name()
+            problems = backend.validate_configuration(
+                device_capability=platform.get_device_capability(), **config._asdict()
+            )
+        except Exception as error:
+            if strict:
+                raise
+            refusals.append(f"  {impl.impl_id}: {type(error).__name__}: {error}")
+            logger.warning("%s of %s failed: %r", impl.impl_id, OPERATOR, error)
+            continue
         if selected is not None and selected.name != name:
             problems = [f"it is {name}, and {selected.name} was asked for", *problems]
         if problems:
@@ -62,12 +68,13 @@ def select_backend(
         path = str(reference).replace(":", ".")
         if name == AttentionBackendEnum.CUSTOM.name:
             register_backend(AttentionBackendEnum.CUSTOM, path)
+        manager.note_use(impl)
         logger.info("Attention backend: %s (%s, %s)", path, impl.impl_id, impl.wheel or "by hand")
         return path
     asked = f" for --attention-backend {selected.name}" if selected is not None else ""
     raise ValueError(
         f"No attention backend of vllm-fl can serve this model on the {platform.device_name} "
         f"platform{asked}.\n" + "\n".join(refusals) + f"\nWhat the model needs: {config}.\n"
-        "Leave out --attention-backend to let vllm-fl choose, or install a backend wheel that "
-        "supports it."
+        "Install a backend wheel that supports it, or change what the model needs or what was "
+        "asked for."
     )

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
+from vllm_fl.dispatch.calls import Function
 from vllm_fl.dispatch.default import bind_op, get_default_manager
 from vllm_fl.dispatch.errors import ConfigError, nearest
 from vllm_fl.dispatch.handle import BoundOp
@@ -34,6 +35,13 @@ def bind(op_name: str) -> BoundOp:
     return bind_op(op_name)
 
 
+def recover(op: BoundOp, fn: Function, error: Exception, *args: Any) -> Any:
+    """Answer a call in which ``fn`` raised ``error``; while vLLM compiles, raise it."""
+    if torch.compiler.is_compiling():
+        raise error
+    return op.recover(fn, error, *args)
+
+
 NormOutput: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 
@@ -50,7 +58,7 @@ class SiluAndMulFL(SiluAndMul):
         try:
             return fn(x)
         except Exception as error:
-            return self._op.recover(fn, error, x)
+            return recover(self._op, fn, error, x)
 
 
 class GeluAndMulFL(GeluAndMul):
@@ -66,7 +74,7 @@ class GeluAndMulFL(GeluAndMul):
         try:
             return fn(x, self.approximate)
         except Exception as error:
-            return self._op.recover(fn, error, x, self.approximate)
+            return recover(self._op, fn, error, x, self.approximate)
 
 
 class RMSNormFL(RMSNorm):
@@ -89,7 +97,7 @@ class RMSNormFL(RMSNorm):
         try:
             return fn(x, residual, weight, epsilon)
         except Exception as error:
-            return self._op.recover(fn, error, x, residual, weight, epsilon)
+            return recover(self._op, fn, error, x, residual, weight, epsilon)
 
 
 class GemmaRMSNormFL(GemmaRMSNorm):
@@ -106,7 +114,7 @@ class GemmaRMSNormFL(GemmaRMSNorm):
         try:
             return fn(x, residual, weight, epsilon)
         except Exception as error:
-            return self._op.recover(fn, error, x, residual, weight, epsilon)
+            return recover(self._op, fn, error, x, residual, weight, epsilon)
 
 
 class DispatchedRotary:
@@ -134,7 +142,7 @@ class DispatchedRotary:
         try:
             rotated, rotated_key = fn(*call)
         except Exception as error:
-            rotated, rotated_key = self._op.recover(fn, error, *call)
+            rotated, rotated_key = recover(self._op, fn, error, *call)
         return (
             rotated.reshape(query.shape),
             None if key is None else rotated_key.reshape(key.shape),

@@ -29,6 +29,8 @@ def platform_class() -> str | None:
         state.get_global_policy()
     except VllmFLError as error:
         return unusable.refuse(str(error))
+    except Exception as error:
+        return unusable.refuse(f"vllm-fl cannot start: {type(error).__name__}: {error}")
     logger = get_logger("vllm_fl.integration")
     if not backends:
         return unusable.refuse(NO_BACKEND)

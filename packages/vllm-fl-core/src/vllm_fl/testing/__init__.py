@@ -38,6 +38,7 @@ values         every result of a first and a second call against a float64 oracl
 contract       form of the results; no byte overwritten that was neither donated nor an output; no
                result in any other argument
 offsets        rows 2^31 elements apart
+refusal        what the operator does not have is refused, not computed as something else
 rounding       the stated order of rounding, where two orders can be told apart
 determinism    two calls give the same bits
 rows           reported only: whether a row alone gives the bits that it gives in a batch

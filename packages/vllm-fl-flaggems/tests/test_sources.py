@@ -31,6 +31,8 @@ def faults(source: str) -> list[str]:
             line = getattr(node, "lineno", 0)
             if isinstance(node, ast.BoolOp):
                 found.append(f"{line}: `and`/`or`: the interpreter drops an operand of a mask")
+            if isinstance(node, ast.If) and any(isinstance(n, ast.Return) for n in ast.walk(node)):
+                found.append(f"{line}: return inside if: the compiler looks behind it, too")
             if isinstance(node, ast.Attribute) and node.attr in GONE:
                 found.append(f"{line}: {node.attr}: block pointers are gone in Triton 3.9")
             if isinstance(node, ast.Attribute) and node.attr == "autotune":
@@ -53,6 +55,7 @@ def test_there_are_kernels_to_look_at() -> None:
         ("x = (a < 1) and (b < 2)", "and"),
         ("x = tl.make_block_ptr(a)", "make_block_ptr"),
         ("x = a and b or c", "or"),
+        ("if a: return b", "return inside if"),
     ],
 )
 def test_the_check_finds_faults(line: str, fault: str) -> None:

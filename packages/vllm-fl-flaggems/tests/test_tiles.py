@@ -53,7 +53,7 @@ def test_rotary(heads: int, half: int) -> None:
 
 def test_few_heads_are_spread_over_more_programs() -> None:
     few, many = tiles.rotary_tile(40, 64), tiles.rotary_tile(40 * 8192, 64)
-    assert 40 / few.heads >= 10
+    assert 40 / few.heads >= 4
     assert many.heads > few.heads
 
 

@@ -72,7 +72,7 @@ def power_of_2(n: int) -> int:
 
 @functools.cache
 def _activation_tile(few: bool, d: int) -> ActivationTile:
-    block = min(512 if few else 1024, power_of_2(d))
+    block = min(256 if few else 2048, power_of_2(d))
     return ActivationTile(block, max(1, block // (_WARP * _VECTOR)))
 
 
@@ -102,11 +102,7 @@ def _heads_of_a_warp(half: int) -> int:
 def rotary_tile(heads: int, half: int) -> RotaryTile:
     """Choose the tile for ``heads`` heads (of all tokens) with ``half`` rotated pairs each."""
     of_a_warp = _heads_of_a_warp(half)
-    if heads >= 8 * _BUSY * of_a_warp:
-        return RotaryTile(8 * of_a_warp, 4)
-    if heads >= 4 * _BUSY * of_a_warp:
-        return RotaryTile(4 * of_a_warp, 4)
-    return RotaryTile(of_a_warp, 1)
+    return RotaryTile((4 if heads >= 4 * _BUSY * of_a_warp else 2) * of_a_warp, 4)
 
 
 def activation_rivals(d: int) -> Iterator[ActivationTile]:

@@ -33,9 +33,12 @@ def _normalise(total, scale, epsilon, N: tl.constexpr, GEMMA: tl.constexpr):
     mean = tl.sum(total * total, axis=1) / N
     normed = total * tl.rsqrt(mean + epsilon)[:, None]
     wide = scale.to(tl.float32)[None, :]
+    # One return: the compiler looks behind an early one, too, and finds another type there.
     if GEMMA:
-        return normed * (wide + 1.0)
-    return (normed.to(scale.dtype).to(tl.float32) * wide).to(scale.dtype)
+        scaled = normed * (wide + 1.0)
+    else:
+        scaled = (normed.to(scale.dtype).to(tl.float32) * wide).to(scale.dtype)
+    return scaled
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -43,7 +43,8 @@ def configurations() -> dict[str, tuple[type, tf.PretrainedConfig]]:
             **GQA, head_dim=48, sliding_window=32, attn_logit_softcapping=5.0,
             query_pre_attn_scalar=48, hidden_activation="gelu_pytorch_tanh")),
         # interleaved rotary over half of each head
-        "glm": (tf.GlmForCausalLM, tf.GlmConfig(**GQA, head_dim=32, partial_rotary_factor=0.5)),
+        "glm4": (tf.Glm4ForCausalLM, tf.Glm4Config(
+            **GQA, head_dim=32, partial_rotary_factor=0.5)),
         # neox rotary over a quarter of each head, multi-head attention
         "stablelm": (tf.StableLmForCausalLM, tf.StableLmConfig(
             **COMMON, num_key_value_heads=4, partial_rotary_factor=0.25)),

@@ -12,7 +12,7 @@ import pytest
 # model -> the operators that its forward pass must go through
 OPERATORS = {
     "gemma2": {"gemma_rms_norm", "gelu_and_mul", "rotary_embedding"},
-    "glm": {"rms_norm", "silu_and_mul", "rotary_embedding"},
+    "glm4": {"rms_norm", "silu_and_mul", "rotary_embedding"},
     "stablelm": {"silu_and_mul", "rotary_embedding"},
     "mistral": {"rms_norm", "silu_and_mul", "rotary_embedding"},
     "llama3": {"rms_norm", "silu_and_mul", "rotary_embedding"},

@@ -1,6 +1,6 @@
 """Generate the tables of docs/ from the code: environment variables, settings, operators.
 
-    python tools/generate_docs.py [--check]
+python tools/generate_docs.py [--check]
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 The parent writes into vLLM's own configuration (``additional_config["vllm_fl"]``, which vLLM sends
 to every process and puts into its compile-cache key) the policy in force, a fingerprint of what
-its environment says, and what implements each operator. A child whose environment says something
-else has lost a variable: that is an error, not a different run. A policy set from Python in the
-parent is taken over.
+its environment says, what implements each operator, and which operators' vLLM layers dispatch. A
+child whose environment says something else has lost a variable: that is an error, not a different
+run. A policy set from Python in the parent is taken over.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.ops import CATALOGUE
 from vllm_fl.dispatch.policy import SelectionPolicy
+from vllm_fl.integration import custom_ops
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,6 +39,7 @@ def publish(vllm_config: VllmConfig) -> None:
             "variables": env.texts(),
             "policy": state.get_global_policy().to_dict(),
             "operators": operator_versions(),
+            "layers": custom_ops.replaced(),
         }
 
 

@@ -2,6 +2,7 @@
 
 A layer binds its operator when it is built. vLLM puts a class of this module in place of its own
 by the class's name, so a subclass of a layer keeps its own mathematics unless it is named here.
+vLLM calls ``forward_oot`` on an out-of-tree platform and ``forward_cuda`` on a CUDA one.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
@@ -20,6 +22,7 @@ from vllm_fl.dispatch.errors import ConfigError, nearest
 from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.state import current_config
+from vllm_fl.integration.custom_ops import CUSTOM_OPS
 from vllm_fl.integration.handover import adopt
 
 logger = get_logger("vllm_fl.integration")
@@ -52,6 +55,8 @@ class SiluAndMulFL(SiluAndMul):
         except Exception as error:
             return self._op.recover(fn, error, x)
 
+    forward_cuda = forward_oot
+
 
 class GeluAndMulFL(GeluAndMul):
     """vLLM's ``GeluAndMul`` through the operator ``gelu_and_mul``."""
@@ -68,22 +73,38 @@ class GeluAndMulFL(GeluAndMul):
         except Exception as error:
             return self._op.recover(fn, error, x, self.approximate)
 
+    forward_cuda = forward_oot
+
 
 class RMSNormFL(RMSNorm):
     """vLLM's ``RMSNorm`` through the operator ``rms_norm``.
 
-    Norms without a weight, and norms over a part of the hidden size, are vLLM's own.
+    Norms without a weight, norms over a part of the hidden size, and the batch-invariant ones of
+    ``VLLM_BATCH_INVARIANT`` are vLLM's own.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._op = bind("rms_norm")
-        self._dispatched = self.has_weight and self.variance_size_override is None
+        self._dispatched = (
+            self.has_weight
+            and self.variance_size_override is None
+            and not envs.VLLM_BATCH_INVARIANT
+        )
 
     def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> NormOutput:
         """x [..., n] and residual of its shape or None -> out, or (out, residual)."""
         if not self._dispatched:
-            return self.forward_native(x, residual)
+            return super().forward_oot(x, residual)
+        return self._dispatch(x, residual)
+
+    def forward_cuda(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> NormOutput:
+        """As ``forward_oot``."""
+        if not self._dispatched:
+            return super().forward_cuda(x, residual)
+        return self._dispatch(x, residual)
+
+    def _dispatch(self, x: torch.Tensor, residual: torch.Tensor | None) -> NormOutput:
         fn = self._op.fn
         weight, epsilon = self.weight.data, self.variance_epsilon
         try:
@@ -107,6 +128,8 @@ class GemmaRMSNormFL(GemmaRMSNorm):
             return fn(x, residual, weight, epsilon)
         except Exception as error:
             return self._op.recover(fn, error, x, residual, weight, epsilon)
+
+    forward_cuda = forward_oot
 
 
 class DispatchedRotary:
@@ -140,12 +163,14 @@ class DispatchedRotary:
             None if key is None else rotated_key.reshape(key.shape),
         )
 
+    forward_cuda = forward_oot
+
 
 def rotary_classes() -> list[type[RotaryEmbedding]]:
     """Return ``RotaryEmbedding`` and every subclass that rotates exactly as it does."""
     found: list[type[RotaryEmbedding]] = []
     pending: list[type[RotaryEmbedding]] = [RotaryEmbedding]
-    forwards = ("forward", "forward_native", "forward_oot")
+    forwards = ("forward", "forward_native", "forward_oot", "forward_cuda")
     while pending:
         cls = pending.pop(0)
         pending += cls.__subclasses__()
@@ -194,3 +219,5 @@ def install() -> None:
             continue
         for name, layer in layers.items():
             CustomOp.register_oot(layer, name=name)
+            # vLLM names it after the class; this is what the user's custom_ops call it.
+            layer.name = CUSTOM_OPS[op_name]

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import emulated
 import pytest
 import torch
-from packaging.version import Version
 
 from vllm_fl.dispatch.discovery import get_discovered_plugins
 
 HERE = Path(__file__).parent
-VLLM = Version(metadata.version("vllm"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -142,8 +140,8 @@ def test_an_unknown_approximation_is_declined():
     assert "approximate='fast'" in gelu_and_mul_supports(torch.randn(4, 64), "fast")
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_calls_keep_the_mutations(backend):
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_compiled_calls_keep_the_mutations():
     """The kernels write over their arguments, through views of one packed tensor."""
     from vllm_fl_cuda.ops.rotary import rotary_embedding, rotary_embedding_supports
 
@@ -155,7 +153,7 @@ def test_compiled_calls_keep_the_mutations(backend):
 
     arguments = (torch.randn(5, 512), torch.randn(32, 64), torch.randint(0, 32, (5,)))
     torch.compiler.reset()
-    compiled = torch.compile(layer, fullgraph=True, backend=backend, dynamic=True)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     results = compiled(arguments[0].clone(), *arguments[1:])
     expected = layer(arguments[0].clone(), *arguments[1:])
     for ours, theirs in zip(results, expected, strict=True):

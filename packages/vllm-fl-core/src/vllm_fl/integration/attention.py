@@ -8,7 +8,7 @@ from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import BackendLoadError
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.state import get_policy
-from vllm_fl.dispatch.types import load_object
+from vllm_fl.dispatch.types import BackendImplKind, OpImpl, load_object
 from vllm_fl.integration.handover import adopt
 
 if TYPE_CHECKING:
@@ -33,6 +33,20 @@ def is_vllm_s_choice(selected: AttentionBackendEnum | None) -> bool:
 def is_user_s_order() -> bool:
     """Whether the policy names implementations for the operator, which then must work."""
     return get_policy().get_per_op_order(OPERATOR) is not None
+
+
+def _stands_back(impl: OpImpl, platform: Any, selected: AttentionBackendEnum | None) -> bool:
+    """Whether vLLM's own selection goes before an implementation.
+
+    That is so for the plain PyTorch one, where vLLM has kernels and nobody asked for it.
+    """
+    return (
+        impl.kind is BackendImplKind.REFERENCE
+        and platform.vllm_has_attention
+        and selected is None
+        and not is_user_s_order()
+        and get_policy().prefer != BackendImplKind.REFERENCE.value
+    )
 
 
 def select_backend(
@@ -63,6 +77,9 @@ def select_backend(
     ranking = manager.rank(OPERATOR, call=((), needs))
     refusals = [f"  {impl.impl_id}: {decision.reason}" for impl, decision in ranking.rejected]
     for impl in ranking.order[:1] if get_policy().strict else ranking.order:
+        if _stands_back(impl, platform, selected):
+            refusals.append(f"  {impl.impl_id}: vLLM's own attention backends go before it")
+            continue
         try:
             reference = manager.function(impl)(**needs)
             backend = load_object(reference)

@@ -22,7 +22,6 @@ from vllm_fl.dispatch.errors import ConfigError, nearest
 from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.state import current_config
-from vllm_fl.integration.custom_ops import CUSTOM_OPS
 from vllm_fl.integration.handover import adopt
 
 logger = get_logger("vllm_fl.integration")
@@ -218,6 +217,6 @@ def install() -> None:
             logger.info("vLLM keeps its own layers for %s: %s.", op_name, decision.reason)
             continue
         for name, layer in layers.items():
+            known_as = layer.name
             CustomOp.register_oot(layer, name=name)
-            # vLLM names it after the class; this is what the user's custom_ops call it.
-            layer.name = CUSTOM_OPS[op_name]
+            layer.name = known_as  # vLLM has put the class's name; the user's custom_ops say this

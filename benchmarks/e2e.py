@@ -6,7 +6,7 @@
 
 A mode is a way to run vLLM: ``native`` is without vllm-fl (VLLM_PLUGINS=''), ``null`` with it and
 every layer left to vLLM, ``default`` with the platform's defaults file, ``vendor`` and ``flagos``
-with every operator dispatched to that kind alone, and NAME=FILE.yaml with a configuration of one's
+with every layer dispatched to that kind, ``flagos`` alone for all but attention, and NAME=FILE.yaml with a configuration of one's
 own. Weights are random, from a fixed seed that is vLLM's own and equal in every mode.
 
 Several engines are alive at a time (--live), the first of them of mode native, and take turns at
@@ -336,7 +336,10 @@ def mode_environment(mode: str, folder: Path) -> tuple[str, dict[str, str]]:
         "null": {"prefer": "vendor", "oot_blacklist": list(CUSTOM_OPS)},
         "vendor": {"prefer": "vendor"},
         # What is named must run: an operator that flagos lacks is an error, not another's work.
-        "flagos": {"op_backends": {op: ["flagos"] for op in CATALOGUE}},
+        # Attention alone may be another's; the result says whose.
+        "flagos": {
+            "op_backends": {op: ["flagos"] for op in CATALOGUE if op != "attention_backend"},
+        },
     }
     if mode not in contents:
         known = ", ".join((NATIVE, "default", *contents, "NAME=FILE.yaml"))

@@ -1,4 +1,6 @@
-"""vLLM's compiled operators on the CPU, for tests on machines without a GPU; a pytest plug-in.
+"""vLLM's compiled operators on the CPU, for tests on machines without a GPU.
+
+It is a plug-in of pytest, and of vllm-fl (VLLM_FL_PLUGIN_MODULES) for the processes of an engine.
 
 Each operator is declared with the schema that stands in the installed vLLM's own library, so a call
 with a wrong argument, keyword or slot is refused as the real one refuses it. What it computes
@@ -155,13 +157,20 @@ def install(patch: pytest.MonkeyPatch) -> None:
             library.define(schema)
             library.impl(name, KERNELS[name], "CPU")
 
-    from vllm_fl_cuda.backend import CudaBackend
-    from vllm_fl_cuda.ops import layout
+    from vllm_fl.dispatch.device import DeviceChoice
+    from vllm_fl.dispatch.types import YES
+    from vllm_fl_cuda import backend, layout, nvml
 
-    patch.setattr(CudaBackend, "is_available", lambda self: True)
+    patch.setattr(nvml, "detect", lambda: YES)
+    patch.setattr(backend, "current_device", lambda: DeviceChoice(None, None, {}))
     patch.setattr(layout, "DEVICE", "cpu")
 
 
 def pytest_configure() -> None:
     """Install, when pytest loads this as a plug-in."""
+    install(pytest.MonkeyPatch())
+
+
+def register_builtins(registry: object) -> None:
+    """Install, when vllm-fl loads this as a plug-in."""
     install(pytest.MonkeyPatch())

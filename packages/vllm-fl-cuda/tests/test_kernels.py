@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -123,7 +125,8 @@ def test_fused_norm_writes_over_the_donated_arguments():
 
 
 def test_tensors_elsewhere_are_declined(monkeypatch):
-    from vllm_fl_cuda.ops import activation, layout, norm, rotary
+    from vllm_fl_cuda import layout
+    from vllm_fl_cuda.ops import activation, norm, rotary
 
     monkeypatch.setattr(layout, "DEVICE", "cuda")
     x = torch.randn(4, 64)
@@ -158,3 +161,64 @@ def test_compiled_calls_keep_the_mutations():
     expected = layer(arguments[0].clone(), *arguments[1:])
     for ours, theirs in zip(results, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+MODEL = HERE.parents[2] / "examples" / "tiny-qwen3"
+GENERATE = """
+import json, sys
+from vllm import LLM, SamplingParams
+
+if __name__ == "__main__":
+    model, compilation = sys.argv[1], json.loads(sys.argv[2])
+    llm = LLM(
+        model=model, dtype="float32", max_model_len=256, max_num_seqs=4, skip_tokenizer_init=True,
+        kv_cache_memory_bytes=1 << 27, compilation_config=compilation,
+    )
+    llm.collective_rpc("fl_count_calls")
+    prompts = [{"prompt_token_ids": list(range(5, 5 + n))} for n in (1, 7, 33)]
+    sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    print("RESULT", json.dumps({
+        "tokens": [output.outputs[0].token_ids for output in outputs],
+        "calls": {
+            f"{row['op']} {row['implementation']}": row["calls"]
+            for row in llm.collective_rpc("fl_operator_table")[0]
+        },
+    }))
+"""
+
+
+def generate(folder, compilation=None, **environ):
+    script = folder / "generate.py"
+    script.write_text(GENERATE)
+    done = subprocess.run(
+        [sys.executable, "-P", str(script), str(MODEL), json.dumps(compilation or {})],
+        env={
+            **os.environ, "PYTHONPATH": str(HERE), "VLLM_FL_PLATFORM": "reference",
+            "OMP_NUM_THREADS": "1", "VLLM_CACHE_ROOT": str(folder), **environ,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    (result,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    return json.loads(result.removeprefix("RESULT"))
+
+
+def test_a_model_runs_on_the_kernels_eagerly_and_compiled(tmp_path):
+    """vLLM's layers call them with what they take, and the tokens are those of plain PyTorch."""
+    expected = generate(tmp_path)
+    vendor = {
+        "VLLM_FL_PLUGIN_MODULES": "emulated",
+        "VLLM_FL_PREFER": "vendor",
+        "VLLM_FL_PER_OP": "attention_backend=reference",
+    }
+    eager = generate(tmp_path, **vendor)
+    assert eager["tokens"] == expected["tokens"]
+    for op in ("silu_and_mul", "rms_norm", "rotary_embedding"):
+        assert eager["calls"][f"{op} vendor.cuda"] > 50, op
+        assert eager["calls"].get(f"{op} reference.torch", 0) == 0, op
+    if shutil.which("g++"):  # for Inductor
+        compiled = generate(tmp_path, {"mode": 3, "backend": "inductor"}, **vendor)
+        assert compiled["tokens"] == expected["tokens"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_fl_cuda.ops.layout import is_aligned, is_elsewhere
+from vllm_fl_cuda.layout import is_aligned, is_elsewhere
 
 # Blackwell's variant of the kernel reads 32 bytes at a time.
 _VECTOR_BYTES = 32

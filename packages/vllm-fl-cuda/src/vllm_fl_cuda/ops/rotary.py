@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_fl_cuda.ops.layout import is_elsewhere
+from vllm_fl_cuda.layout import is_elsewhere
 
 
 def rotary_embedding(

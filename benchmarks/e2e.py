@@ -5,9 +5,10 @@
     python benchmarks/e2e.py --model qwen3-30b-a3b --layers 24 --mode default --mode mix=FILE.yaml
 
 A mode is a way to run vLLM: ``native`` is without vllm-fl (VLLM_PLUGINS=''), ``null`` with it and
-every layer left to vLLM, ``default`` with the platform's defaults file, ``vendor`` and ``flagos``
-with every layer dispatched to that kind, ``flagos`` alone for all but attention, and NAME=FILE.yaml with a configuration of one's
-own. Weights are random, from a fixed seed that is vLLM's own and equal in every mode.
+every layer left to vLLM, ``default`` with the platform's defaults file, ``vendor`` with every layer
+dispatched, vendors first, ``flagos`` with every operator but attention on flagos alone, and
+NAME=FILE.yaml with a configuration of one's own. Weights are random, from a fixed seed that is
+vLLM's own and equal in every mode.
 
 Several engines are alive at a time (--live), the first of them of mode native, and take turns at
 every repetition, so that what the machine does in the meantime meets all of them. Figures are

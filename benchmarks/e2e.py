@@ -6,9 +6,9 @@
 
 A mode is a way to run vLLM: ``native`` is without vllm-fl (VLLM_PLUGINS=''), ``null`` with it and
 every layer left to vLLM, ``default`` with the platform's defaults file, ``vendor`` with every layer
-dispatched, vendors first, ``flagos`` with every operator but attention on flagos alone, and
-NAME=FILE.yaml with a configuration of one's own. Weights are random, from a fixed seed that is
-vLLM's own and equal in every mode.
+but those of mixtures of experts dispatched, vendors first, ``flagos`` with every operator but
+attention on flagos alone, and NAME=FILE.yaml with a configuration of one's own. Weights are random,
+from a fixed seed that is vLLM's own and equal in every mode.
 
 Several engines are alive at a time (--live), the first of them of mode native, and take turns at
 every repetition, so that what the machine does in the meantime meets all of them. Figures are
@@ -334,8 +334,8 @@ def mode_environment(mode: str, folder: Path) -> tuple[str, dict[str, str]]:
     from vllm_fl.integration.custom_ops import CUSTOM_OPS
 
     contents: dict[str, dict[str, Any]] = {
-        "null": {"prefer": "vendor", "oot_blacklist": list(CUSTOM_OPS)},
-        "vendor": {"prefer": "vendor"},
+        "null": {"prefer": "vendor", "oot_whitelist": []},
+        "vendor": {"prefer": "vendor", "oot_whitelist": list(CUSTOM_OPS)},
         # What is named must run: an operator that flagos lacks is an error, not another's work.
         # Attention alone may be another's; the result says whose.
         "flagos": {

@@ -39,9 +39,13 @@ def start(arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     llm = LLM(**arguments)
     seconds = time.perf_counter() - began
     config = llm.llm_engine.vllm_config
-    ours = config.additional_config.get("vllm_fl")  # what vllm-fl hands to the workers
-    table = llm.collective_rpc("fl_operator_table")[0] if ours else []
-    calling = {*ours["layers"], "attention_backend"} if ours else set()
+    dispatched = {}
+    if "vllm_fl" in config.additional_config:  # what vllm-fl hands to the workers
+        from vllm_fl.dispatch.state import current_config
+
+        decide = current_config().oot_decision
+        table = llm.collective_rpc("fl_operator_table")[0]
+        dispatched = {row["op"]: row["implementation"] for row in table if decide(row["op"])}
     compilation = config.compilation_config
     platform = type(current_platform)
     return llm, {
@@ -49,7 +53,7 @@ def start(arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         "platform": f"{platform.__module__}.{platform.__qualname__}",
         "device": current_platform.get_device_name(),
         "cuda": torch.version.cuda,
-        "dispatched": {row["op"]: row["implementation"] for row in table if row["op"] in calling},
+        "dispatched": dispatched,
         "custom_ops": compilation.custom_ops,
         "compilation_mode": str(compilation.mode),
         "cudagraph_mode": str(compilation.cudagraph_mode),

@@ -1,4 +1,7 @@
-"""Write small random models, one folder each, with the layers that real ones differ in."""
+"""Write small random models, one folder each, with the layers that real ones differ in.
+
+python make_models.py FOLDER [NAME ...]
+"""
 
 from __future__ import annotations
 
@@ -49,6 +52,23 @@ def configurations() -> dict[str, tuple[type, tf.PretrainedConfig]]:
             **COMMON, num_key_value_heads=1, sliding_window=24)),
         # a rotary embedding that differs from the plain one in its cache alone
         "llama3": (tf.LlamaForCausalLM, tf.LlamaConfig(**GQA, rope_parameters=LLAMA3_ROPE)),
+        # top-k softmax over experts, renormalised; a number of them that is no power of two
+        "qwen3_moe": (tf.Qwen3MoeForCausalLM, tf.Qwen3MoeConfig(
+            **GQA, head_dim=32, num_experts=12, num_experts_per_tok=3, moe_intermediate_size=48,
+            norm_topk_prob=True)),
+        # weights that are not renormalised, experts shared by all tokens behind a gate
+        "qwen2_moe": (tf.Qwen2MoeForCausalLM, tf.Qwen2MoeConfig(
+            **GQA, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=48,
+            shared_expert_intermediate_size=64, norm_topk_prob=False)),
+        # few large experts
+        "mixtral": (tf.MixtralForCausalLM, tf.MixtralConfig(
+            **GQA, num_local_experts=4, num_experts_per_tok=2)),
+        # sigmoid scores with a bias, expert groups, a shared expert, scaled weights
+        "glm4_moe": (tf.Glm4MoeForCausalLM, tf.Glm4MoeConfig(
+            **GQA, head_dim=32, n_routed_experts=16, n_group=4, topk_group=2,
+            num_experts_per_tok=3, moe_intermediate_size=48, n_shared_experts=1,
+            first_k_dense_replace=1, routed_scaling_factor=1.5, partial_rotary_factor=0.5,
+            use_qk_norm=True)),
         # encoder only
         "bert": (tf.BertModel, tf.BertConfig(**COMMON)),
     }  # fmt: skip
@@ -56,8 +76,10 @@ def configurations() -> dict[str, tuple[type, tf.PretrainedConfig]]:
 
 @torch.no_grad()
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, names = Path(sys.argv[1]), sys.argv[2:]
     for name, (model_class, config) in configurations().items():
+        if names and name not in names:
+            continue
         torch.manual_seed(0)
         model = model_class(config).float().eval()
         for parameter_name, parameter in model.named_parameters():
@@ -65,6 +87,9 @@ def main() -> None:
                 parameter.mul_(4)  # sharper attention, so that a fault shows in the tokens
             elif "norm" in parameter_name.lower():
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.1)
         config.architectures = [model_class.__name__]
         model.save_pretrained(folder / name)
         for file in TINY_MODEL.glob("tokenizer*"):  # vLLM wants one for embedding models

@@ -64,7 +64,11 @@ def operators() -> str:
             for dtype, (rtol, atol) in spec.tolerances.items()
         )
         lines += ["", f"## {spec.name}", "", f"    {spec.declaration}", "", spec.doc, ""]
-        lines += [f"- Donated: {donated or 'nothing'}.", f"- Tolerances: {tolerances}."]
+        lines += [f"- Donated: {donated or 'nothing'}."]
+        if spec.written:
+            written = [f"`{name}`" for name in spec.signature.parameters if name in spec.written]
+            lines += [f"- Written: {', '.join(written)}."]
+        lines += [f"- Tolerances: {tolerances}."]
     return NOTE + "\n".join(lines) + "\n"
 
 

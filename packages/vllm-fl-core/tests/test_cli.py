@@ -135,3 +135,55 @@ def test_a_call_that_cannot_be_read(capsys, op, argument, message):
     pytest.importorskip("torch")
     assert main(["explain", op, "--args", argument]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_bare_word_is_a_text_where_the_operator_wants_one(capsys):
+    pytest.importorskip("torch")
+    arguments = ("explain", "gelu_and_mul", "--args", "x=float8_e4m3fn[8,2]", "approximate=tanh")
+    assert "gelu_and_mul" in output(capsys, *arguments)
+
+
+def test_an_argument_twice_and_a_tensor_too_large(capsys):
+    pytest.importorskip("torch")
+    assert main(["explain", "silu_and_mul", "--args", "x=float32[2]", "x=float32[4]"]) == 1
+    assert main(["explain", "silu_and_mul", "--args", "x=float32[99999999999999999999]"]) == 1
+    error = capsys.readouterr().err
+    assert "'x' is given twice" in error
+    assert "is not a tensor" in error
+
+
+def test_an_operator_that_nothing_runs(acme, capsys):
+    set_global_policy(SelectionPolicy.from_dict(per_op_order={"silu_and_mul": ["vendor:nobody"]}))
+    text = output(capsys, "explain", "silu_and_mul")
+    assert text.rstrip().endswith("Nothing runs silu_and_mul under this policy.")
+    data = json.loads(output(capsys, "doctor", "--json"))
+    reasons = data["operators_without_implementation"]["silu_and_mul"]
+    assert reasons["vendor.acme"] == "the order for silu_and_mul is vendor:nobody"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("VLLM_FL_PER_OP", "rms_norm=flagoss", "VLLM_FL_PER_OP: op_backends: Unknown order token"),
+        ("VLLM_FL_FLAGOS_BLACKLIST", "rmsnorm", "flagos_blacklist: Unknown operator 'rmsnorm'"),
+        ("VLLM_FL_LOG_LEVEL", "loud", "VLLM_FL_LOG_LEVEL='loud'"),
+        ("VLLM_FL_COMPARE_LIMIT", "abc", "VLLM_FL_COMPARE_LIMIT='abc'"),
+    ],
+)
+def test_config_refuses_what_the_policy_would(capsys, monkeypatch, name, value, message):
+    monkeypatch.setenv(name, value)
+    assert main(["config"]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_config_under_strict_refuses_unknown_variables(capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_FL_STRICT", "1")
+    monkeypatch.setenv("VLLM_FL_PREFERR", "vendor")
+    assert main(["config"]) == 1
+    assert "Unknown environment variable VLLM_FL_PREFERR" in capsys.readouterr().err
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out.startswith("vllm-fl 0.")

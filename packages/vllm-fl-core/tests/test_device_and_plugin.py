@@ -124,3 +124,28 @@ def test_importing_the_entry_point_imports_nothing_heavy(wheels):
         "print(json.dumps([m for m in sys.modules if m.startswith('vllm_fl.') or m == 'logging']))"
     )
     assert loaded == []
+
+
+def test_a_device_s_name_will_do_where_one_backend_brings_it():
+    gpu, cpu = offer("acme"), offer("reference", rank=0)
+    cpu.backend.__class__.device = Device("cpu", "p:C", lambda: True, rank=0)
+    assert choose_device([gpu, cpu], "cpu").backend == "reference"
+
+
+@pytest.mark.parametrize(
+    ("file", "environ", "message"),
+    [
+        (b"\xff\xfe", {}, "cannot be read"),
+        (b"prefer: 2024-13-45", {}, "is not YAML"),
+        (None, {"VLLM_FL_LOG_LEVEL": "loud"}, "VLLM_FL_LOG_LEVEL='loud'"),
+    ],
+)
+def test_no_fault_makes_vllm_go_on_without_a_word(vllm, tmp_path, file, environ, message):
+    if file is not None:
+        (tmp_path / "fl.yaml").write_bytes(file)
+        environ = {"VLLM_FL_CONFIG": str(tmp_path / "fl.yaml")}
+    assert message in vllm("0.28.0").python(REFUSED, **environ)
+
+
+def test_a_vllm_whose_version_cannot_be_read(vllm):
+    assert "has no version that can be read" in vllm("dev").python(REFUSED)

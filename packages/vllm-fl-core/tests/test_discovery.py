@@ -203,3 +203,33 @@ def test_a_wheel_without_metadata_is_still_found_by_its_entry_point(acme):
     report = only(acme.python(REPORT))
     assert report["backends"] == {"acme/": ""}
     assert report["impls"]["silu_and_mul"] == [["vendor.acme", ""]]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import sys; sys.exit('bye')", "it cannot be loaded: SystemExit: bye"),
+        (GOOD.format(name="bad") + "    device = 'npu'\n", "its device is 'npu'"),
+        (GOOD.format(name="bad") + "    operators = ['a']\n", "its operators is ['a']"),
+        (GOOD.format(name="bad") + "    api_version = '1.0'\n", "its api_version is '1.0'"),
+    ],
+)
+def test_a_wheel_that_states_nonsense_loses_itself_alone(acme, code, reason):
+    acme.add("bad", code)
+    report = only(acme.python(REPORT))
+    assert reason in report["backends"]["bad/bad"]
+    assert report["impls"] == USED
+
+
+def test_a_named_backend_whose_operator_does_not_fit_must_work(wheels):
+    code = GOOD.format(name="acme").replace('x, approximate="none"', "x, mode")
+    (wheels.path / "plug.py").write_text(code)
+    done = wheels.process(REPORT, VLLM_FL_PLUGIN_MODULES="plug:B")
+    assert done.returncode == 1
+    assert "does not fit operator 'gelu_and_mul'" in done.stderr
+
+
+def test_a_module_named_twice_counts_once(wheels):
+    (wheels.path / "plug.py").write_text(GOOD.format(name="acme"))
+    report = only(wheels.python(REPORT, VLLM_FL_PLUGIN_MODULES="plug:B,plug:B"))
+    assert report["impls"]["silu_and_mul"] == [["vendor.acme", ""]]

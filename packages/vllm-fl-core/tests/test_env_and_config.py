@@ -129,16 +129,18 @@ def defaults(tmp_path, monkeypatch):
     """A platform's defaults file with blacklists."""
     package = tmp_path / "acme_fl"
     package.mkdir()
-    (package / "acme.yaml").write_text("flagos_blacklist: [mm, cat]\noot_blacklist: [rms_norm]\n")
+    (package / "acme.yaml").write_text(
+        "flagos_blacklist: [silu_and_mul, gelu_and_mul]\noot_blacklist: [rms_norm]\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
     return "acme_fl:acme.yaml"
 
 
 def test_a_blacklist_replaces_or_extends(defaults):
-    replaced = load(defaults=defaults, VLLM_FL_FLAGOS_BLACKLIST="add")
-    assert replaced["flagos_blacklist"] == ("add",)
-    extended = load(defaults=defaults, VLLM_FL_FLAGOS_BLACKLIST="+add,+mm")
-    assert extended["flagos_blacklist"] == ("mm", "cat", "add")
+    replaced = load(defaults=defaults, VLLM_FL_FLAGOS_BLACKLIST="rms_norm")
+    assert replaced["flagos_blacklist"] == ("rms_norm",)
+    extended = load(defaults=defaults, VLLM_FL_FLAGOS_BLACKLIST="+rms_norm,+silu_and_mul")
+    assert extended["flagos_blacklist"] == ("silu_and_mul", "gelu_and_mul", "rms_norm")
     assert extended.values["flagos_blacklist"].source.endswith(
         "(platform defaults), extended by VLLM_FL_FLAGOS_BLACKLIST"
     )
@@ -147,8 +149,8 @@ def test_a_blacklist_replaces_or_extends(defaults):
 
 
 def test_a_whitelist_of_a_higher_layer_cancels_the_blacklist_below(defaults):
-    loaded = load(defaults=defaults, VLLM_FL_FLAGOS_WHITELIST="mm")
-    assert loaded["flagos_whitelist"] == ("mm",)
+    loaded = load(defaults=defaults, VLLM_FL_FLAGOS_WHITELIST="rms_norm")
+    assert loaded["flagos_whitelist"] == ("rms_norm",)
     assert loaded["flagos_blacklist"] == ()
     source = loaded.values["flagos_blacklist"].source
     assert source == "cancelled by VLLM_FL_FLAGOS_WHITELIST"
@@ -206,3 +208,25 @@ def test_the_schema_describes_what_files_may_hold():
         "oot_whitelist", "op_backends", "prefer", "strict",
     ]  # fmt: skip
     assert all(len(entry) > 1 for entry in schema["properties"].values())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\xff\xfe", b"prefer: 2024-13-45", b"deny_vendors: ['']", b"flagos_whitelist: [+a]"],
+)
+def test_whatever_a_file_holds_is_an_error_of_ours(tmp_path, content):
+    file = tmp_path / "fl.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"fl\.yaml"):
+        config.load(environ={"VLLM_FL_CONFIG": str(file)})
+
+
+def test_blanks_are_as_good_as_nothing():
+    blank = {"VLLM_FL_ALLOW_VENDORS": " ", "VLLM_FL_PLATFORM": " ", "VLLM_FL_STRICT": "\t"}
+    assert load(**blank).policy() == load().policy()
+    assert env.PLATFORM.read(blank) is None
+
+
+def test_contradictions_of_the_policy_name_their_sources():
+    with pytest.raises(ConfigError, match=r"denied: a\. \(from VLLM_FL_ALLOW.*, VLLM_FL_DENY"):
+        load(VLLM_FL_ALLOW_VENDORS="a", VLLM_FL_DENY_VENDORS="a").policy()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import stat
 
 import pytest
 
-from vllm_fl.dispatch import OpManager, env, with_denied_vendors
+from vllm_fl.dispatch import OpManager, VllmFLError, env, with_denied_vendors
 from vllm_fl.dispatch.compare import Comparison, ComparisonError
 from vllm_fl.dispatch.oplist import OpList, write_atomically
 
@@ -110,7 +109,9 @@ def test_a_link_is_replaced_not_followed(tmp_path):
     assert victim.read_text() == "precious"
     assert link.read_text() == "new"
     assert not link.is_symlink()
-    assert stat.S_IMODE(link.stat().st_mode) == 0o600
+    ordinary = tmp_path / "ordinary"
+    ordinary.touch()
+    assert link.stat().st_mode == ordinary.stat().st_mode
 
 
 def test_a_list_that_cannot_be_written_stops_nothing(manager, impl, tmp_path, log):
@@ -151,3 +152,48 @@ for _ in range(3): call_op("silu_and_mul", 1); call_op("gelu_and_mul", 1)
     assert "silu_and_mul: reference.mine ran 3 times" in noisy
     assert "gelu_and_mul -> vendor.acme (acme 1.0); then reference.torch" in noisy
     assert "ran" not in wheels.process(code).stderr.replace("vllm_fl", "")
+
+
+def test_a_failing_yardstick_blames_itself(manager, impl):
+    def fail(x):
+        raise ArithmeticError("boom")
+
+    manager.registry.register_many([impl("default.flagos"), impl("reference.torch", fail)])
+    manager.comparison = Comparison({OP: "reference"}, None)
+    with pytest.raises(ComparisonError, match="cannot be compared with reference, which raised"):
+        manager.bind(OP)(torch.ones(1))
+    assert manager.get_failed_impls() == {}
+
+
+def test_a_compared_implementation_still_declines_and_falls_back(manager, impl):
+    def fail(x):
+        raise ArithmeticError("boom")
+
+    manager.registry.register_many(
+        [
+            impl("default.flagos", supports=lambda x: "never"),
+            impl("vendor.acme", fail),
+            impl("reference.torch", lambda x: x * 1),
+        ]
+    )
+    manager.comparison = Comparison({OP: "reference"}, None)
+    assert manager.bind(OP)(torch.ones(1)).tolist() == [1.0]
+    assert list(manager.get_failed_impls()[OP]) == ["vendor.acme"]
+
+
+def test_nothing_is_compared_with_itself_and_equal_infinities_are_equal(manager, impl):
+    manager.registry.register_many(
+        [impl("vendor.acme", lambda x: x / 0), impl("reference.torch", lambda x: x / 0)]
+    )
+    manager.comparison = Comparison({OP: "reference"}, 0.0)
+    assert manager.bind(OP)(torch.ones(1)).isinf().all()
+    manager.comparison = Comparison({OP: "vendor"}, 0.0)
+    handle = manager.bind(OP)
+    assert handle.fn is manager.resolve(OP)
+
+
+@pytest.mark.parametrize("text", ["rmsnorm=reference", "rms_norm=refrence"])
+def test_a_comparison_of_what_does_not_exist_is_an_error(monkeypatch, text):
+    monkeypatch.setenv("VLLM_FL_COMPARE", text)
+    with pytest.raises(VllmFLError, match="Did you mean"):
+        OpManager().ensure_initialized()

@@ -443,3 +443,105 @@ def test_dtypes_are_those_of_the_first_argument(manager, impl):
     assert manager.call(OP, torch.zeros(2))[0] == "reference.torch"
     reason = manager.rank(OP, call=((torch.zeros(2),), {})).rejected[0][1].reason
     assert reason == "dtype float32 is not among float16, bfloat16"
+
+
+def test_dtypes_must_be_torch_s_names(impl):
+    with pytest.raises(RegistrationError, match=r"unknown dtypes \['bf16'\]"):
+        impl("vendor.acme", dtypes=("bf16",))
+
+
+def test_a_keyword_call_passes_the_dtype_check(manager, impl):
+    torch = pytest.importorskip("torch")
+    manager.registry.register_impl(impl("vendor.acme", dtypes=("float32",)))
+    assert manager.call(OP, x=torch.zeros(2))[0] == "vendor.acme"
+
+
+@pytest.mark.parametrize(
+    "supports", [lambda x: x.no_such_attribute, lambda y: True, "no_such_module:supports"]
+)
+def test_a_broken_predicate_costs_its_own_implementation_alone(manager, impl, supports):
+    manager.registry.register_many(
+        [impl("vendor.acme", supports=supports), impl("reference.torch")]
+    )
+    assert manager.call(OP, 1) == ("reference.torch", 1)
+    assert manager.bind(OP)(2) == ("reference.torch", 2)
+
+
+def test_availability_is_asked_of_each_operator_s_own_probe(manager, impl):
+    def absent(x):
+        return x
+
+    def present(x, residual, weight, epsilon):
+        return "fine"
+
+    absent._is_available, present._is_available = (lambda: False), (lambda: True)
+    manager.registry.register_many(
+        [impl("vendor.z", absent), impl("vendor.z", present, op_name="rms_norm")]
+    )
+    with pytest.raises(NoImplementationError):
+        manager.resolve(OP)
+    assert manager.call("rms_norm", 1, None, 1, 1e-6) == "fine"
+
+
+@pytest.mark.parametrize("text", ["NPU out of memory. Tried to allocate", "can't allocate memory"])
+def test_out_of_memory_is_known_by_its_text(manager, impl, text):
+    def fail(x):
+        raise RuntimeError(text)
+
+    manager.registry.register_many([impl("default.flagos", fail), impl("vendor.acme")])
+    with pytest.raises(RuntimeError, match="memory"):
+        manager.call(OP, 1)
+    assert manager.get_failed_impls() == {}
+
+
+def test_a_policy_change_reaches_every_handle_whatever_one_of_them_meets(manager, impl):
+    manager.registry.register_many([impl("default.flagos"), impl("vendor.acme", "nomod.x:f")])
+    handles = [manager.bind(OP) for _ in range(3)]
+    set_global_policy(SelectionPolicy(prefer="vendor", strict=True))
+    for handle in handles:
+        with pytest.raises(BackendLoadError, match=r"nomod\.x"):
+            handle(1)
+    set_global_policy(SelectionPolicy())
+    assert [handle(1)[0] for handle in handles] == ["default.flagos"] * 3
+
+
+def test_strict_does_not_hide_behind_the_quarantine(broken):
+    assert broken.call(OP, 0)[0] == "vendor.acme"
+    with with_strict_mode(), pytest.raises(ArithmeticError, match="boom"):
+        broken.call(OP, 1)
+
+
+def test_a_repaired_implementation_gets_another_chance(broken, impl):
+    broken.call(OP, 0)
+    broken.registry.unregister(OP, "default.flagos")
+    broken.registry.register_impl(impl("default.flagos"))
+    assert broken.call(OP, 1)[0] == "default.flagos"
+    assert broken.get_failed_impls() == {}
+
+
+def test_policy_changes_leave_nothing_behind(manager, impl):
+    manager.registry.register_many(
+        [impl("vendor.acme", supports=lambda x: True), impl("reference.torch", "json:loads")]
+    )
+    handle = manager.bind(OP)
+    for _ in range(50):
+        manager.bump_policy_epoch()
+        handle(1)
+    assert len(manager._callables._owners) + len(manager._callables._owners_before) < 10
+
+
+def test_a_handle_is_copied_and_pickled_as_another_live_handle(manager, impl):
+    import copy
+    import pickle
+
+    manager.registry.register_many([impl("vendor.acme"), impl("reference.torch")])
+    handle = manager.bind(OP)
+    with with_preference("reference"):
+        scoped = manager.bind(OP)
+    copies = [copy.copy(handle), copy.deepcopy({"layer": handle})["layer"]]
+    set_global_policy(SelectionPolicy.from_dict(deny_vendors=["acme"]))
+    assert [h(1)[0] for h in copies] == ["reference.torch"] * 2
+    set_global_policy(SelectionPolicy())
+    assert copy.copy(scoped)(1)[0] == "reference.torch"
+    get_default_manager().registry.register_impl(impl("vendor.zzz"))
+    assert pickle.loads(pickle.dumps(handle))(1)[0] in ("vendor.zzz", "default.flagos")

@@ -158,3 +158,23 @@ def test_ranking_places_each_implementation_once_whatever_the_order(policy, orde
     assert ids(ranking) == ids(sorted_ranking)
     assert sorted(ids(ranking) + list(reasons(ranking))) == sorted(order)
     assert all(reasons(ranking).values())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"deny_vendors": "acme"},
+        {"allow_vendors": ["a", ["b"]]},
+        {"flagos_whitelist": "rms_norm"},
+        {"per_op_order": {OP: "vendor"}},
+    ],
+)
+def test_a_text_is_not_a_list_of_names(arguments):
+    with pytest.raises(ConfigError, match=r"is not a list of names|, not a list\."):
+        SelectionPolicy.from_dict(**arguments)
+
+
+def test_lists_become_sets():
+    policy = SelectionPolicy(deny_vendors=["a"], flagos_blacklist=["rms_norm"])
+    assert policy == SelectionPolicy.from_dict(deny_vendors={"a"}, flagos_blacklist=("rms_norm",))
+    assert hash(policy)

@@ -41,7 +41,9 @@ def test_reset_reads_the_environment_again(monkeypatch):
 def test_contexts_nest_and_end():
     with with_preference("vendor"):
         with with_strict_mode(), with_denied_vendors("a"), with_denied_vendors("b"):
-            assert get_policy() == SelectionPolicy.from_dict("vendor", True, deny_vendors="ab")
+            assert get_policy() == SelectionPolicy.from_dict(
+                "vendor", True, deny_vendors=["a", "b"]
+            )
             with with_allowed_vendors("c"):
                 assert get_policy().allow_vendors == {"c"}
         assert get_policy() == VENDOR

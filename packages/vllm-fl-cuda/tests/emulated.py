@@ -14,6 +14,7 @@ import importlib.util
 import math
 import mmap
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -148,14 +149,20 @@ KERNELS = {
 _libraries: list[torch.library.Library] = []  # the operators live as long as these
 
 
+def declare(kernel: Callable[..., object], *names: str) -> None:
+    """Declare operators of vLLM's library, and let ``kernel`` compute them."""
+    library = torch.library.Library("_C", "FRAGMENT")
+    _libraries.append(library)
+    for name, schema in schemas(list(names)).items():
+        library.define(schema)
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+
+
 def install(patch: pytest.MonkeyPatch) -> None:
     """Declare the operators, and let the backend take tensors on the CPU."""
     if not _libraries:
-        library = torch.library.Library("_C", "DEF")
-        _libraries.append(library)
-        for name, schema in schemas(list(KERNELS)).items():
-            library.define(schema)
-            library.impl(name, KERNELS[name], "CPU")
+        for name, kernel in KERNELS.items():
+            declare(kernel, name)
 
     from vllm_fl.dispatch.device import DeviceChoice
     from vllm_fl.dispatch.types import YES

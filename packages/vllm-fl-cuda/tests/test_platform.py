@@ -6,13 +6,21 @@ import json
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+
+HERE = Path(__file__).parent
 
 # vllm.platforms.cuda loads the compiled operators, which need the driver's libraries. Without them
-# the platform can be made, and asked for everything that no GPU answers.
+# the platform can be made, and asked for everything that no GPU answers. What vLLM's layers ask
+# about fp8 when they are imported is answered with no.
 BEFORE = """
 import json, sys, types
 for name in ("vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa2_C"):
     sys.modules[name] = types.ModuleType(name)
+import emulated
+emulated.declare(lambda *arguments: False, *(
+    "cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8",
+))
 import vllm.platforms
 from vllm_fl_cuda.platform import CudaPlatformFL
 from vllm.platforms.cuda import CudaPlatform
@@ -25,7 +33,12 @@ vllm.platforms._current_platform = CudaPlatformFL()
 def run(code, **environ):
     done = subprocess.run(
         [sys.executable, "-P", "-c", BEFORE + textwrap.dedent(code)],
-        env={"OMP_NUM_THREADS": "1", "VLLM_FL_PLATFORM": "cuda", **environ},
+        env={
+            "OMP_NUM_THREADS": "1",
+            "VLLM_FL_PLATFORM": "cuda",
+            "PYTHONPATH": str(HERE),
+            **environ,
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -45,20 +58,25 @@ LAYERS = """
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm_fl.integration.plugin import install_layers
 install_layers()
+from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.layernorm import RMSNorm
 with set_current_vllm_config(VllmConfig()):
     norm = RMSNorm(8)
-print(json.dumps([norm._forward_method.__func__.__qualname__, norm.name]))
+method = norm._forward_method.__func__.__qualname__
+print(json.dumps([method, norm.name, sorted(op_registry_oot)]))
 """
 
 
 def test_the_defaults_keep_vllm_s_layers():
-    assert run(LAYERS)[0].startswith("RMSNorm.")
+    method, name, replaced = run(LAYERS)
+    assert method.startswith("RMSNorm.")
+    assert name == "rms_norm"
+    assert replaced == []
 
 
 def test_a_dispatched_layer_takes_forward_cuda_and_keeps_its_name():
     found = run(LAYERS, VLLM_FL_OOT_WHITELIST="rms_norm")
-    assert found == ["RMSNormFL.forward_cuda", "rms_norm"]
+    assert found == ["RMSNormFL.forward_cuda", "rms_norm", ["RMSNorm"]]
 
 
 SWITCHES = """

@@ -13,7 +13,7 @@ def _always() -> bool:
 
 
 class ReferenceBackend(Backend):
-    """Every operator in plain PyTorch; out of place, traceable, on any device."""
+    """Every operator in plain PyTorch; out of place, on any device, nearly all traceable."""
 
     name = "reference"
     kind = BackendImplKind.REFERENCE
@@ -23,6 +23,12 @@ class ReferenceBackend(Backend):
         "rms_norm": Implementation(f"{_OPS}.norm:rms_norm", in_place=False),
         "gemma_rms_norm": f"{_OPS}.norm:gemma_rms_norm",
         "rotary_embedding": Implementation(f"{_OPS}.rotary:rotary_embedding", in_place=False),
+        "topk_softmax": f"{_OPS}.routing:topk_softmax",
+        "grouped_topk": f"{_OPS}.routing:grouped_topk",
+        "moe_align_block_size": f"{_OPS}.moe:moe_align_block_size",
+        "moe_sum": f"{_OPS}.moe:moe_sum",
+        # A loop over the experts that have tokens cannot be traced.
+        "fused_experts": Implementation(f"{_OPS}.moe:fused_experts", traceable=False),
         "attention_backend": f"{_OPS}.attention:attention_backend",
     }
     device = Device(

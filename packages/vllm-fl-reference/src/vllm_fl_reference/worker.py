@@ -18,6 +18,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_worker import init_worker_distributed_environment
 from vllm.v1.worker.worker_base import CompilationTimes
 
+from vllm_fl.dispatch import VllmFLError
 from vllm_fl_reference.vllm_compat import adapter
 
 logger = init_logger(f"vllm.{__name__}")
@@ -46,6 +47,8 @@ class CpuModelRunnerFL(CPUModelRunner):
         try:
             self._dummy_run(num_tokens=8, force_attention=True)
         except (TypeError, AttributeError, RuntimeError) as error:  # how an absent kernel shows
+            if isinstance(error, VllmFLError) or getattr(error, "__notes__", None):
+                raise  # an operator's error, which says what it is
             message = (
                 f"{self.model_config.model} does not run on CPU, probably because a layer needs a "
                 f"kernel that exists only for accelerators ({type(error).__name__}: {error})."

@@ -10,7 +10,7 @@ from typing import Any
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.ops import OpSpec
 
-_TENSOR = re.compile(r"(?P<dtype>[a-z]+\d+|bool)\[(?P<shape>[\d,\s]*)\]")
+_TENSOR = re.compile(r"(?P<dtype>[a-z]+\d+\w*|bool)\[(?P<shape>[\d,\s]*)\]")
 
 
 def parse_call(spec: OpSpec, texts: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -29,7 +29,9 @@ def parse_call(spec: OpSpec, texts: Sequence[str]) -> tuple[tuple[Any, ...], dic
             raise ConfigError(
                 f"{text!r} is not of the form 'parameter=value'. The operator: {spec.declaration}."
             )
-        values[name] = _value(written)
+        if name in values:
+            raise ConfigError(f"{name!r} is given twice.")
+        values[name] = _value(written, spec.signature.parameters[name].annotation)
     try:
         bound = spec.signature.bind(**values)
     except TypeError as error:
@@ -37,9 +39,11 @@ def parse_call(spec: OpSpec, texts: Sequence[str]) -> tuple[tuple[Any, ...], dic
     return bound.args, bound.kwargs
 
 
-def _value(written: str) -> Any:
+def _value(written: str, annotation: object) -> Any:
     tensor = _TENSOR.fullmatch(written.strip())
     if tensor is None:
+        if annotation == "str" and written.isidentifier():
+            return written
         try:
             return ast.literal_eval(written)
         except (ValueError, SyntaxError):
@@ -52,4 +56,7 @@ def _value(written: str) -> Any:
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"{tensor['dtype']!r} is not a torch dtype. Write bfloat16[8,256].")
     shape = [int(size) for size in tensor["shape"].split(",") if size.strip()]
-    return torch.empty(shape, dtype=dtype, device="meta")
+    try:
+        return torch.empty(shape, dtype=dtype, device="meta")
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"{written!r} is not a tensor: {error}") from error

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 
 from vllm_fl.cli import verify
@@ -17,7 +18,7 @@ from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
 from vllm_fl.dispatch.report import backends, doctor, explain
-from vllm_fl.dispatch.state import current_config, current_device
+from vllm_fl.dispatch.state import current_config, current_device, report_unused
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text, flush=True)
     except BrokenPipeError:  # the reader has seen enough, as in `vllm-fl doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except VllmFLError as error:
+    except (VllmFLError, OSError) as error:
         print(f"vllm-fl: {error}", file=sys.stderr)
         return 1
     return status
@@ -39,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-fl", description="Operators of one stock vLLM on many chips."
     )
+    parser.add_argument("--version", action="version", version=f"vllm-fl {version('vllm-fl-core')}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
@@ -113,6 +115,7 @@ def _explain(arguments: argparse.Namespace) -> str:
             f"Order: {' > '.join(report['order'])}; {mode}.",
             "",
             table(["implementation", "wheel", "decision", "reason"], rows),
+            *([] if report["chosen"] else ["", f"Nothing runs {arguments.op} under this policy."]),
         )
     )
 
@@ -120,7 +123,10 @@ def _explain(arguments: argparse.Namespace) -> str:
 def _config(arguments: argparse.Namespace) -> str:
     if arguments.schema:
         return json.dumps(json_schema(), indent=2)
-    values = current_config().values
+    settings = current_config()
+    settings.policy()
+    report_unused(settings)
+    values = settings.values
     if arguments.json:
         return json.dumps({key: vars(value) for key, value in values.items()}, indent=2)
     return table(

@@ -17,6 +17,7 @@ from vllm_fl.dispatch.predicate import predicate
 from vllm_fl.dispatch.types import OpImpl
 
 Function = Callable[..., Any]
+Owners = dict[tuple[str, int], tuple[Function, tuple[OpImpl, ...]]]
 
 
 class Callables:
@@ -28,7 +29,8 @@ class Callables:
 
     def __init__(self) -> None:
         self.counters = Counters()
-        self._owners: dict[tuple[str, int], tuple[Function, tuple[OpImpl, ...]]] = {}
+        self._owners: Owners = {}
+        self._owners_before: Owners = {}
 
     def function(self, impl: OpImpl) -> Function:
         """Return one implementation as a function, its calls counted while that is on.
@@ -67,6 +69,10 @@ class Callables:
 
         return self.own(choose_and_call, [impl for _, _, impl in steps])
 
+    def start_generation(self) -> None:
+        """Forget the functions handed out before the last change; calls of them have ended."""
+        self._owners_before, self._owners = self._owners, {}
+
     def own(self, fn: Function, impls: Sequence[OpImpl]) -> Function:
         """Remember that ``fn`` runs the first of ``impls`` that takes its arguments."""
         self._owners[impls[0].op_name, id(fn)] = (fn, tuple(impls))
@@ -76,7 +82,8 @@ class Callables:
         self, op_name: str, fn: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> OpImpl | None:
         """Return which implementation a call of ``fn`` ran; None if it ran none."""
-        _, order = self._owners.get((op_name, id(fn)), (fn, ()))
+        key = (op_name, id(fn))
+        _, order = self._owners.get(key) or self._owners_before.get(key, (fn, ()))
         for impl in order:
             decide = predicate(impl)
             if decide is None or decide(*args, **kwargs).accepted:

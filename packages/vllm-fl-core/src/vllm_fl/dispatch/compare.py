@@ -11,7 +11,7 @@ from vllm_fl.dispatch.errors import VllmFLError
 
 
 class ComparisonError(VllmFLError, ArithmeticError):
-    """A result differs from the yardstick's by more than the limit."""
+    """A result differs from the yardstick's by more than the limit, or there is no yardstick."""
 
 
 @dataclass
@@ -59,7 +59,14 @@ class Comparison:
             copies = [_copy(value) for value in args]
             named_copies = {name: _copy(value) for name, value in kwargs.items()}
             result = fn(*args, **kwargs)
-            self._note(found, result, yardstick(*copies, **named_copies))
+            try:
+                expected = yardstick(*copies, **named_copies)
+            except Exception as error:
+                raise ComparisonError(
+                    f"{op_name} cannot be compared with {self.yardsticks[op_name]}, which raised "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+            self._note(found, result, expected)
             return result
 
         return run
@@ -91,7 +98,8 @@ def _tensors(result: Any) -> Iterator[Any]:
 def _difference(ours: Any, theirs: Any) -> tuple[float, float]:
     if ours.numel() == 0:
         return 0.0, 0.0
-    absolute = float((ours.double() - theirs.double()).abs().max())
+    difference = (ours.double() - theirs.double()).abs()
+    absolute = float(difference.masked_fill(ours == theirs, 0).max())  # equal infinities
     if math.isnan(absolute):
         return math.inf, math.inf
     return absolute, absolute / max(float(theirs.double().abs().max()), 1e-30)

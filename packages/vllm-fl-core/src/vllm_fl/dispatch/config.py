@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_fl.dispatch import env
-from vllm_fl.dispatch.errors import ConfigError, nearest
+from vllm_fl.dispatch.errors import ConfigError, UnknownOperatorError, nearest
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.dispatch.types import YES, Decision
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def _choice(value: Any) -> str:
@@ -31,8 +34,8 @@ def _boolean(value: Any) -> bool:
 def _names(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return env.parse_list(value)
-    if isinstance(value, list) and all(isinstance(name, str) for name in value):
-        return tuple(value)
+    if isinstance(value, list) and all(isinstance(name, str) and name.strip() for name in value):
+        return tuple(name.strip() for name in value)
     raise ValueError(f"{value!r} is not a list of names. Write [a, b] or 'a,b'.")
 
 
@@ -57,6 +60,7 @@ class Setting:
         variable: the environment variable that sets it (its default is the built-in default).
         parse: turns what YAML holds into a value; raises ValueError with what is allowed. None
             for a switch that only the environment has.
+        policy: the argument of SelectionPolicy.from_dict that it gives; "" for none.
         schema: its JSON Schema.
         extends: entries "+name" are added to the value of the layer below.
         cancels: a setting of a layer below that this one takes the place of; in the same layer
@@ -66,9 +70,14 @@ class Setting:
     key: str
     variable: env.EnvVar
     parse: Callable[[Any], Any] | None = None
+    policy: str = ""
     schema: Mapping[str, Any] = field(default_factory=dict)
     extends: bool = False
     cancels: str = ""
+
+    def as_policy(self, value: Any) -> dict[str, Any]:
+        """Return a value as an argument of a policy."""
+        return {self.policy: value} if self.policy else {}
 
 
 _TOKEN = {"type": "string", "pattern": "^(flagos|vendor|reference|vendor:.+|impl:.+)$"}
@@ -82,18 +91,21 @@ _KINDS = {"enum": ["flagos", "vendor", "reference"]}
 
 def _black_and_white(name: str, white: env.EnvVar, black: env.EnvVar) -> tuple[Setting, Setting]:
     whitelist, blacklist = f"{name}_whitelist", f"{name}_blacklist"
+    in_policy = (whitelist, blacklist) if name == "flagos" else ("", "")
     return (
-        Setting(whitelist, white, _names, _NAME_LIST, cancels=blacklist),
-        Setting(blacklist, black, _names, _NAME_LIST, extends=True, cancels=whitelist),
+        Setting(whitelist, white, _names, in_policy[0], _NAME_LIST, cancels=blacklist),
+        Setting(
+            blacklist, black, _names, in_policy[1], _NAME_LIST, extends=True, cancels=whitelist
+        ),
     )
 
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting("prefer", env.PREFER, _choice, _KINDS),
-    Setting("strict", env.STRICT, _boolean, {"type": "boolean"}),
-    Setting("op_backends", env.PER_OP, _orders, _ORDER_MAP),
-    Setting("allow_vendors", env.ALLOW_VENDORS, _names, _NAME_LIST),
-    Setting("deny_vendors", env.DENY_VENDORS, _names, _NAME_LIST),
+    Setting("prefer", env.PREFER, _choice, "prefer", _KINDS),
+    Setting("strict", env.STRICT, _boolean, "strict", {"type": "boolean"}),
+    Setting("op_backends", env.PER_OP, _orders, "per_op_order", _ORDER_MAP),
+    Setting("allow_vendors", env.ALLOW_VENDORS, _names, "allow_vendors", _NAME_LIST),
+    Setting("deny_vendors", env.DENY_VENDORS, _names, "deny_vendors", _NAME_LIST),
     *_black_and_white("flagos", env.FLAGOS_WHITELIST, env.FLAGOS_BLACKLIST),
     *_black_and_white("oot", env.OOT_WHITELIST, env.OOT_BLACKLIST),
     Setting("prefer_enabled", env.PREFER_ENABLED),
@@ -133,16 +145,16 @@ class Config:
         Raises:
             ConfigError: the values contradict each other.
         """
-        flagos = self["prefer_enabled"] and self["use_flaggems"]
-        return SelectionPolicy.from_dict(
-            prefer=self["prefer"],
-            strict=self["strict"],
-            per_op_order=self["op_backends"],
-            deny_vendors=self["deny_vendors"],
-            allow_vendors=self["allow_vendors"],
-            flagos_whitelist=self["flagos_whitelist"] if flagos else (),
-            flagos_blacklist=self["flagos_blacklist"],
-        )
+        arguments: dict[str, Any] = {}
+        for setting in SETTINGS:
+            arguments |= setting.as_policy(self[setting.key])
+        if not (self["prefer_enabled"] and self["use_flaggems"]):
+            arguments["flagos_whitelist"] = ()
+        try:
+            return SelectionPolicy.from_dict(**arguments)
+        except ConfigError as error:
+            sources = {value.source for value in self.values.values()} - {"built-in default"}
+            raise ConfigError(f"{error} (from {', '.join(sorted(sources))})") from error
 
     def oot_decision(self, op_name: str) -> Decision:
         """Whether the vLLM layer of an operator is replaced by a dispatched one, and why not."""
@@ -181,7 +193,7 @@ def parse_file(text: str, source: str) -> dict[str, Value]:
 
     try:
         content = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
         raise ConfigError(f"{source} is not YAML: {error}") from error
     if content is None:
         content = {}
@@ -200,6 +212,13 @@ def parse_file(text: str, source: str) -> dict[str, Value]:
     return values
 
 
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
 def read_resource(reference: str) -> tuple[str, str]:
     """Return (text, path) of a file inside a package, named ``"package:file"``, not importing it.
 
@@ -214,7 +233,7 @@ def read_resource(reference: str) -> tuple[str, str]:
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         path = Path(folder) / name
         if path.is_file():
-            return path.read_text(encoding="utf-8"), str(path)
+            return _read(path), str(path)
     raise ConfigError(f"The defaults file {reference!r} does not exist; reinstall its wheel.")
 
 
@@ -238,7 +257,7 @@ def load(defaults: str | None = None, environ: Mapping[str, str] | None = None) 
     if path is not None:
         source = f"{path} ({env.CONFIG.name})"
         switches = {key: value for key, value in variables.items() if key not in _IN_FILES}
-        _lay(values, parse_file(path.read_text(encoding="utf-8"), source))
+        _lay(values, parse_file(_read(path), source))
         _lay(values, switches)
         overridden = (_BY_KEY[key].variable.name for key in variables if key in _IN_FILES)
         return Config(values, tuple(sorted(overridden)))
@@ -265,6 +284,10 @@ def _lay(values: dict[str, Value], upper: Mapping[str, Value]) -> None:
             )
         if setting.extends and new.value:
             new = _extended(key, values[key], new)
+        try:
+            SelectionPolicy.from_dict(**setting.as_policy(new.value))
+        except (ConfigError, UnknownOperatorError) as error:
+            raise ConfigError(f"{new.source}: {key}: {error}") from error
         values[key] = new
         if setting.cancels:
             default = _BY_KEY[setting.cancels].variable.default

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -52,7 +51,10 @@ class Counters:
             counts.clear()
 
     def report_at_exit(self) -> None:
-        """Log the counts when this process ends, if there are any."""
+        """Log the counts when this process ends, if there are any.
+
+        Processes that multiprocessing started run its finalizers, and not atexit's functions.
+        """
         reference = weakref.ref(self)
 
         def report() -> None:
@@ -64,4 +66,6 @@ class Counters:
                     counters.declines[op_name, impl_id], counters.fallbacks[op_name, impl_id],
                 )  # fmt: skip
 
-        atexit.register(report)
+        from multiprocessing.util import Finalize  # slow to import
+
+        Finalize(None, report, exitpriority=100)

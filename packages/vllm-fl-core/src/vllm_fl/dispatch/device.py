@@ -42,13 +42,17 @@ def choose_device(backends: Sequence[DiscoveredBackend], forced: str | None = No
 
     Args:
         backends: what discovery found.
-        forced: name of the backend to take (VLLM_FL_PLATFORM), whatever the others claim.
+        forced: name of the backend to take (VLLM_FL_PLATFORM), whatever the others claim, or of a
+            device that one backend alone brings.
 
     Raises:
         ConfigError: ``forced`` names no usable backend that brings a device.
     """
     offers = {b.name: b.device for b in backends if b.decision and b.device is not None}
     if forced is not None:
+        by_device = [name for name, device in offers.items() if device.name == forced]
+        if forced not in offers and len(by_device) == 1:
+            forced = by_device[0]
         if forced not in offers:
             broken = [f" {b.name}: {b.decision.reason}." for b in backends if b.name == forced]
             raise ConfigError(

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -176,8 +176,10 @@ def discover_plugins(registry: OpRegistry) -> int:
             continue
         try:
             record.register(registry)
+            if record.problems and record.source == PLUGIN_MODULES_ENV:
+                raise BackendLoadError("; ".join(record.problems))
             usable += 1
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             _reject(record, f"it cannot be registered: {type(error).__name__}: {error}")
     return usable
 
@@ -205,7 +207,7 @@ def _discover() -> list[DiscoveredBackend]:
             _load(record, functools.partial(_load_entry, item.entry))
         else:
             record.reject(f"the name {name!r} is taken by {owner}; uninstall one of the two")
-    for name in env.PLUGIN_MODULES.read():
+    for name in dict.fromkeys(env.PLUGIN_MODULES.read()):
         record = DiscoveredBackend(name, source=PLUGIN_MODULES_ENV)
         found.append(record)
         _load(record, functools.partial(_import_named, name))
@@ -247,7 +249,7 @@ def _load(record: DiscoveredBackend, load: Callable[[], Any]) -> None:
             _accept_backend(record, target)
         else:
             record.register_builtins = _registration_function(target)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         _reject(record, f"it cannot be loaded: {type(error).__name__}: {error}")
 
 
@@ -256,7 +258,12 @@ def _accept_backend(record: DiscoveredBackend, backend: Backend) -> None:
         raise BackendLoadError(
             f"the entry point is named {record.name!r} but its backend {backend.name!r}"
         )
+    for name, kind in (("operators", Mapping), ("device", (Device, type(None))), ("name", str)):
+        if not isinstance(getattr(backend, name), kind):
+            raise BackendLoadError(f"its {name} is {getattr(backend, name)!r}")
     needed = backend.api_version
+    if not (isinstance(needed, tuple) and [type(n) for n in needed] == [int, int]):
+        raise BackendLoadError(f"its api_version is {needed!r}, not a pair of integers")
     if needed[0] != BACKEND_API[0] or needed > BACKEND_API:
         raise BackendLoadError(
             f"it was written for backend API {needed[0]}.{needed[1]}, this vllm-fl-core provides "

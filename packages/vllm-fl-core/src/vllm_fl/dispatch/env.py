@@ -125,12 +125,12 @@ class EnvVar:
     doc: str
 
     def read(self, environ: Mapping[str, str] | None = None) -> Any:
-        """Return the parsed value, or the default when unset or empty.
+        """Return the parsed value, or the default when unset or blank.
 
         Raises:
             ConfigError: the text cannot be parsed.
         """
-        text = (os.environ if environ is None else environ).get(self.name, "")
+        text = (os.environ if environ is None else environ).get(self.name, "").strip()
         if not text:
             return self.default
         try:
@@ -139,8 +139,8 @@ class EnvVar:
             raise ConfigError(f"{self.name}={text!r}: {error}") from error
 
     def is_set(self, environ: Mapping[str, str] | None = None) -> bool:
-        """Whether the variable is set to something other than the empty text."""
-        return bool((os.environ if environ is None else environ).get(self.name))
+        """Whether the variable is set to something other than blanks."""
+        return bool((os.environ if environ is None else environ).get(self.name, "").strip())
 
 
 CONFIG = EnvVar(

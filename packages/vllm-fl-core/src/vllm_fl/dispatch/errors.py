@@ -30,12 +30,13 @@ class NoImplementationError(VllmFLError, RuntimeError):
     """No implementation of an operator may run; the message gives the reason for each one."""
 
 
-def nearest(given: str, allowed: Iterable[str]) -> str:
+def nearest(given: object, allowed: Iterable[str]) -> str:
     """Return a sentence that names the nearest valid spelling, or lists what is allowed."""
     import difflib  # only a mistake pays for it
 
     options = sorted(allowed)
-    close = difflib.get_close_matches(given.lower(), [o.lower() for o in options], n=1, cutoff=0.6)
+    known = [option.lower() for option in options]
+    close = difflib.get_close_matches(str(given).lower(), known, n=1, cutoff=0.6)
     if close:
         match = next(o for o in options if o.lower() == close[0])
         return f"Did you mean {match!r}? Allowed: {', '.join(options)}."

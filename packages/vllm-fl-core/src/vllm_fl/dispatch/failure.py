@@ -36,10 +36,13 @@ def may_retry(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether ``error`` is Python's MemoryError or torch's OutOfMemoryError (any device's)."""
-    return isinstance(error, MemoryError) or any(
-        cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__
-    )
+    """Whether ``error`` is Python's MemoryError, torch's OutOfMemoryError, or says the same."""
+    if isinstance(error, MemoryError):
+        return True
+    if any(cls.__name__ == "OutOfMemoryError" for cls in type(error).__mro__):
+        return True
+    text = str(error).lower()
+    return "out of memory" in text or "can't allocate memory" in text
 
 
 def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
@@ -76,7 +79,13 @@ class Quarantine:
 
     def copy(self) -> dict[str, dict[str, str]]:
         """Return operator -> implementation id -> reason."""
-        return {op: dict(failed) for op, failed in self._failed.items()}
+        return {op: dict(failed) for op, failed in self._failed.items() if failed}
+
+    def release(self, op_name: str, impl_id: str) -> None:
+        """Let one implementation out again."""
+        with self._lock:
+            kept = {i: reason for i, reason in self._failed[op_name].items() if i != impl_id}
+            self._failed = {**self._failed, op_name: kept}
 
     def clear(self, op_name: str | None = None) -> None:
         """Let the implementations of one operator or of all out again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,20 @@ class BoundOp:
         """
         policy = self.scoped or state.get_global_policy()
         return self._manager.recover(self.op_name, fn, policy, error, args, kwargs)
+
+    def __copy__(self) -> BoundOp:
+        """Return another live handle, bound under the same policy."""
+        with state.policy_context(self.scoped) if self.scoped else contextlib.nullcontext():
+            return self._manager.bind(self.op_name)
+
+    def __deepcopy__(self, memo: object) -> BoundOp:
+        return self.__copy__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as the operator's name: where it is loaded, it is bound anew."""
+        from vllm_fl.dispatch.default import bind_op
+
+        return bind_op, (self.op_name,)
 
     def __repr__(self) -> str:
         return f"BoundOp({self.op_name!r} -> {self.impl.impl_id if self.impl else None!r})"

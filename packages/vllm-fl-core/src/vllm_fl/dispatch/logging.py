@@ -8,6 +8,7 @@ import os
 import sys
 
 from vllm_fl.dispatch import env
+from vllm_fl.dispatch.errors import ConfigError
 
 ROOT = "vllm_fl"
 
@@ -24,7 +25,10 @@ class _ProcessFormatter(logging.Formatter):
 @functools.cache
 def _configure(process: int) -> None:
     root = logging.getLogger(ROOT)
-    root.setLevel(env.LOG_LEVEL.read())
+    try:
+        root.setLevel(env.LOG_LEVEL.read())
+    except ConfigError:  # said when the configuration is read; loggers are made before that
+        root.setLevel(env.LOG_LEVEL.default)
     if not root.handlers:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(_ProcessFormatter())

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,8 +20,8 @@ from vllm_fl.dispatch.compare import Comparison
 from vllm_fl.dispatch.counters import Counters
 from vllm_fl.dispatch.errors import (
     BackendLoadError,
-    NoImplementationError,
     RegistrationError,
+    VllmFLError,
     add_context,
 )
 from vllm_fl.dispatch.failure import Quarantine, describe_call, may_retry
@@ -29,7 +29,7 @@ from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.oplist import OpList
 from vllm_fl.dispatch.ops import get_spec
-from vllm_fl.dispatch.policy import Ranking, SelectionPolicy, rank
+from vllm_fl.dispatch.policy import Ranking, SelectionPolicy, check_token, rank
 from vllm_fl.dispatch.predicate import predicate
 from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.types import YES, Decision, OpImpl
@@ -45,10 +45,12 @@ class Resolution:
     Attributes:
         impl: the first choice.
         fn: what to call.
+        order: what ``fn`` chooses from; the first choice alone unless it may decline a call.
     """
 
     impl: OpImpl
     fn: Function
+    order: tuple[OpImpl, ...]
 
 
 class OpManager(state.PolicyListener):
@@ -82,7 +84,7 @@ class OpManager(state.PolicyListener):
         self.functions: dict[str, Function] = {}
         self._handles: weakref.WeakSet[BoundOp] = weakref.WeakSet()
         self._bound: Counter[str] = Counter()
-        self.registry.listen(self._forget_choices)
+        self.registry.listen(self._registry_changed)
         state.listen(self)
         live_managers.add(self)
 
@@ -117,8 +119,12 @@ class OpManager(state.PolicyListener):
         if env.DISPATCH_DEBUG.read():
             self.counters.enabled = True
             self.counters.report_at_exit()
-        if env.COMPARE.read():
-            self.comparison = Comparison(env.COMPARE.read(), env.COMPARE_LIMIT.read())
+        yardsticks = env.COMPARE.read()
+        for op_name, token in yardsticks.items():
+            get_spec(op_name)
+            check_token(token)
+        if yardsticks:
+            self.comparison = Comparison(yardsticks, env.COMPARE_LIMIT.read())
         path = env.OPLIST.read() or env.FLAGGEMS_OPLIST.read()
         if path is not None:
             self.oplist = OpList(path)
@@ -159,7 +165,7 @@ class OpManager(state.PolicyListener):
             op_name,
             self.registry.get_implementations(op_name),
             policy or state.get_policy(),
-            self._quarantine.of(op_name),
+            {} if (policy or state.get_policy()).strict else self._quarantine.of(op_name),
             self._ask_availability,
             state.device_arch(),
             takes,
@@ -193,6 +199,11 @@ class OpManager(state.PolicyListener):
             RegistrationError: it does not fit the operator's signature.
         """
         return self._callables.function(impl)
+
+    def note_use(self, impl: OpImpl) -> None:
+        """Put an implementation on the operator list, if one is written."""
+        if self.oplist is not None:
+            self.oplist.note(impl.op_name, impl.impl_id)
 
     def bind(self, op_name: str) -> BoundOp:
         """Return a live handle. Bound inside a policy context, it keeps that context's policy.
@@ -269,7 +280,10 @@ class OpManager(state.PolicyListener):
                 reason = f"{type(error).__name__}: {error}"
                 self._put_in_quarantine(impl, reason, f"{follower.impl_id} takes over. {context}")
                 return result
-        add_context(error, f"{context} ({decision.reason or 'every implementation failed'})")
+        context += f" ({decision.reason or 'every implementation failed'})"
+        add_context(error, context)
+        if not hasattr(error, "__notes__"):  # before Python 3.11 an exception has no notes
+            logger.error("%s: %s %s", type(error).__name__, error, context)
         raise error
 
     def _put_in_quarantine(self, impl: OpImpl, reason: str, consequence: str) -> None:
@@ -307,9 +321,18 @@ class OpManager(state.PolicyListener):
         self.counters.enabled = enabled
         self._forget_choices()
 
+    def _registry_changed(self) -> None:
+        """What has been replaced or removed gets another chance."""
+        for op_name, failed in self._quarantine.copy().items():
+            for impl_id in failed:
+                if self.registry.get_implementation(op_name, impl_id) is None:
+                    self._quarantine.release(op_name, impl_id)
+        self._forget_choices()
+
     def _forget_choices(self) -> None:
         with self._lock:
             self._epoch += 1
+            self._callables.start_generation()
             self._table = {}
             self._scoped_tables = {}
             self.functions = {}
@@ -324,14 +347,12 @@ class OpManager(state.PolicyListener):
             try:
                 resolution = self._resolution(handle.op_name, handle.scoped)
                 impl, fn = resolution.impl, self._compared(handle, resolution)
-            except NoImplementationError as error:
+            except VllmFLError as error:
                 fn = _raiser(error)
             with self._lock:
                 if epoch != self._epoch:
                     continue
                 handle.impl, handle.fn = impl, fn
-                if self.oplist is not None and impl is not None:
-                    self.oplist.note(impl.op_name, impl.impl_id)
                 return
 
     def _compared(self, handle: BoundOp, resolution: Resolution) -> Function:
@@ -341,9 +362,13 @@ class OpManager(state.PolicyListener):
             return resolution.fn
         order = ((op_name, (self.comparison.yardsticks[op_name],)),)
         policy = replace(handle.scoped or state.get_global_policy(), per_op_order=order)
-        yardstick = self.function(self.rank(op_name, policy).require(_hint())[0])
+        other = self.rank(op_name, policy).require(_hint())[0]
+        if other == resolution.impl:
+            logger.info("%s of %s is not compared with itself.", other.impl_id, op_name)
+            return resolution.fn
+        yardstick = other.load()
         fn = self.comparison.compared(op_name, handle.number, resolution.fn, yardstick)
-        return self._callables.own(fn, (resolution.impl,))
+        return self._callables.own(fn, resolution.order)
 
     def _resolution(self, op_name: str, scoped: SelectionPolicy | None) -> Resolution:
         """Return the resolution under ``scoped`` (None: the process-wide policy), cached.
@@ -360,6 +385,7 @@ class OpManager(state.PolicyListener):
             with self._lock:
                 if epoch != self._epoch:
                     continue
+                self.note_use(resolution.impl)
                 if scoped is not None:
                     table = self._scoped_tables.setdefault(scoped, {})
                     return table.setdefault(op_name, resolution)
@@ -381,7 +407,7 @@ class OpManager(state.PolicyListener):
             self._put_in_quarantine(impl, str(error), "the next one is taken")
         if env.DISPATCH_DEBUG.read():
             _log_decision(ranking)
-        return Resolution(order[0], self._callables.first_that_takes(order))
+        return Resolution(order[0], self._callables.first_that_takes(order), order)
 
     def _first_broken(self, order: tuple[OpImpl, ...]) -> tuple[OpImpl, Exception] | None:
         for impl in order:
@@ -395,7 +421,9 @@ class OpManager(state.PolicyListener):
 
     def _ask_availability(self, impl: OpImpl) -> Decision:
         """Ask each backend once an epoch."""
-        probe = impl.available or impl.impl_id
+        probe: object = impl.available
+        if probe is None or not isinstance(probe, Hashable):
+            probe = (impl.op_name, impl.impl_id)
         decision = self._availability.get(probe)
         if decision is None:
             decision = self._availability[probe] = impl.availability()

@@ -63,6 +63,9 @@ def write_atomically(path: Path, text: str) -> None:
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # as any other new file; mkstemp makes private ones
         os.replace(name, path)
     except OSError:
         os.unlink(name)

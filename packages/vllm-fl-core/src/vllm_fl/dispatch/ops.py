@@ -3,7 +3,8 @@
 The stub's signature is the contract that every implementation must accept, its docstring the
 documentation; tables, tests and signature checks are made from here. Shapes: T tokens, H heads,
 D head size. "Donated" means that an implementation may overwrite the argument's storage (and
-return it), so the caller must not read the argument afterwards.
+return it), so the caller must not read the argument afterwards. "Written" arguments are outputs:
+an implementation fills them whole, whatever they held.
 """
 
 # mypy: disable-error-code="empty-body"
@@ -32,6 +33,8 @@ class OpSpec:
         doc: the contract in words.
         donated: parameters whose storage an implementation may overwrite.
         donated_when: the parameters are donated only in calls where this one is not None.
+        written: parameters that are outputs. What they hold before a call does not matter, so
+            that a call that has failed may be repeated on them.
         tolerances: per dtype name, (rtol, atol) against a float64 oracle.
     """
 
@@ -40,6 +43,7 @@ class OpSpec:
     doc: str
     donated: frozenset[str] = frozenset()
     donated_when: str | None = None
+    written: frozenset[str] = frozenset()
     tolerances: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -70,6 +74,13 @@ class OpSpec:
         if self.donated_when is not None and bound.get(self.donated_when) is None:
             return False
         return any(bound.get(name) is not None for name in self.donated)
+
+    def outputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """Return the arguments of a call that it writes, in the order of the signature."""
+        if not self.written:
+            return ()
+        bound = self.signature.bind(*args, **kwargs).arguments
+        return tuple(value for name, value in bound.items() if name in self.written)
 
     def check(self, fn: Callable[..., Any], owner: str) -> None:
         """Check that ``fn`` can be called as this operator.
@@ -133,7 +144,10 @@ _SPECS: dict[str, OpSpec] = {}
 
 
 def _operator(
-    *, donated: tuple[str, ...] = (), donated_when: str | None = None
+    *,
+    donated: tuple[str, ...] = (),
+    donated_when: str | None = None,
+    written: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def declare(stub: Callable[..., Any]) -> Callable[..., Any]:
         name = stub.__name__
@@ -143,6 +157,7 @@ def _operator(
             doc=inspect.cleandoc(stub.__doc__ or ""),
             donated=frozenset(donated),
             donated_when=donated_when,
+            written=frozenset(written),
             tolerances=_FLOAT_TOLERANCES,
         )
         return stub
@@ -221,6 +236,116 @@ def attention_backend(use_mla: bool = False, use_sparse: bool = False) -> str:
     Called once a layer group when the model is built; the class is a subclass of vLLM's
     ``AttentionBackend`` whose ``validate_configuration`` refuses, with reasons, what it cannot do.
     Source: vLLM ``Platform.get_attn_backend_cls``.
+    """
+
+
+@_operator(written=("topk_weights", "topk_indices", "token_expert_indices"))
+def topk_softmax(
+    topk_weights: Tensor,
+    topk_indices: Tensor,
+    token_expert_indices: Tensor,
+    gating_output: Tensor,
+    renormalize: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The k experts of each token with the largest softmax probabilities.
+
+    gating_output [T, E] fp32/fp16/bf16, contiguous last dimension; 1 <= k <= E; a row may hold
+    -inf. Written, all [T, k] and contiguous: topk_weights fp32, the probabilities in descending
+    order, computed in fp32 over all E (first the softmax, then the choice), divided by their sum
+    over the k if ``renormalize``; topk_indices int32 or int64, their experts; token_expert_indices
+    int32, j * T + t at [t, j]. Of experts with equal logits the lower index comes first. Returns
+    (topk_weights, topk_indices), the arguments themselves. Source: vLLM ``ops.topk_softmax``.
+    """
+
+
+@_operator()
+def grouped_topk(
+    scores: Tensor,
+    n_group: int,
+    topk_group: int,
+    topk: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    bias: Tensor | None,
+    scoring_func: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """The best experts of each token among those of its best expert groups.
+
+    scores [T, E] fp32/fp16/bf16, contiguous last dimension; E = n_group groups of at least two
+    neighbours; bias [E], any floating dtype, or None. ``scoring_func`` 0 takes the scores as they
+    are, 1 their sigmoid; then everything is fp32. Experts are chosen by score + bias: first the
+    topk_group groups, ranked by the sum of their two best experts when there is a bias and by
+    their best expert when there is none, then topk experts of these groups
+    (topk <= topk_group * E / n_group). Of equal groups or experts the lower index is chosen.
+    Returns new (weights [T, topk] fp32, indices [T, topk] int32), the experts of a token in any
+    order. A weight is the score without the bias, divided by the sum over the topk if
+    ``renormalize`` (the sum must be positive), times ``routed_scaling_factor``.
+    Source: vLLM ``ops.grouped_topk``; DeepSeek-V3, arXiv:2412.19437, section 2.1.2.
+    """
+
+
+@_operator()
+def moe_align_block_size(
+    topk_ids: Tensor,
+    block_size: int,
+    num_experts: int,
+    expert_map: Tensor | None = None,
+    pad_sorted_ids: bool = False,
+    ignore_invalid_experts: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sort the T * k choices by expert and pad each expert's part to whole blocks.
+
+    topk_ids [T, k] int32 or int64, contiguous; choices outside [0, num_experts) are left out;
+    expert_map [num_experts] int32, global -> local expert or -1, or None. Returns new int32
+    tensors, defined in every entry:
+
+    - sorted_ids [S]: the positions in topk_ids flattened, in ascending order of expert, those of
+      an expert in any order; T * k everywhere else. S = T * k + num_experts * (block_size - 1),
+      rounded up to a block if ``pad_sorted_ids``, and at most T * k * block_size when
+      T * k < num_experts.
+    - expert_ids [ceil(S / block_size)]: the expert of each block, through expert_map when there
+      is one (-1: not in the map); -1 after the last block.
+    - num_tokens_post_pad [1]: entries of sorted_ids up to the end of the last block.
+
+    With expert_map and ``ignore_invalid_experts`` choices that map to -1 are left out, and the
+    order is that of the local experts. Source: vLLM ``moe_align_block_size``.
+    """
+
+
+@_operator(written=("output",))
+def moe_sum(input: Tensor, output: Tensor) -> None:
+    """Sum over the experts of each token.
+
+    input [T, k, N] fp32/fp16/bf16, any strides with a contiguous last dimension. Written: output
+    [T, N], same dtype, contiguous. Sums in fp32 are rounded once; rounding after each addition is
+    within the tolerance. Source: vLLM ``ops.moe_sum``.
+    """
+
+
+@_operator()
+def fused_experts(
+    hidden_states: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    activation: str = "silu",
+    apply_router_weight_on_input: bool = False,
+    global_num_experts: int = -1,
+    expert_map: Tensor | None = None,
+) -> Tensor:
+    """Mixture of experts, unquantised: sum_j weight_j * (act(x @ gate_j) * (x @ up_j)) @ down_j.
+
+    hidden_states x [T, H] fp32/fp16/bf16, contiguous last dimension; w1 [E, 2I, H] (gate rows
+    first) and w2 [E, H, I] of its dtype, contiguous last dimensions; topk_weights [T, k] fp32;
+    topk_ids [T, k] int32 or int64. ``activation`` is "silu" or "gelu" (erf); others are refused
+    with ValueError. ``global_num_experts`` is the range of the ids, -1 for E; expert_map
+    [global_num_experts] int32 maps them to rows of w1, or to -1. What maps to -1, and ids outside
+    the range, add nothing; a token without any expert here gets zeros. With
+    ``apply_router_weight_on_input`` the weight multiplies x instead of the expert's result.
+    Returns [T, H], same dtype, new storage. Products are summed in fp32; the results of w1, of
+    the activation and of each expert may be rounded to the dtype, and their sum is fp32.
+    Source: vLLM ``fused_experts``; Shazeer et al. 2017, arXiv:1701.06538.
     """
 
 

@@ -49,6 +49,18 @@ def match_token(impl: OpImpl, token: str) -> bool:
     return prefix == "impl" and impl.impl_id == name
 
 
+def name_set(setting: str, names: Iterable[str]) -> frozenset[str]:
+    """Return names as a set.
+
+    Raises:
+        ConfigError: a text, which is a list of letters, or something that is not a name.
+    """
+    found = () if isinstance(names, str) else tuple(names)
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in found):
+        raise ConfigError(f"{setting}={names!r} is not a list of names. Write ['a', 'b'].")
+    return frozenset(found)
+
+
 @dataclass(frozen=True)
 class SelectionPolicy:
     """How implementations are chosen. Immutable; make one with :meth:`from_dict`.
@@ -77,6 +89,11 @@ class SelectionPolicy:
     def __post_init__(self) -> None:
         if self.prefer not in _ORDERS:
             raise ConfigError(f"prefer={self.prefer!r}. {nearest(str(self.prefer), _ORDERS)}")
+        for name in ("deny_vendors", "allow_vendors", "flagos_whitelist", "flagos_blacklist"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, name_set(name, getattr(self, name)))
+        for op in (*self.flagos_blacklist, *(self.flagos_whitelist or ())):
+            get_spec(op)
         if not isinstance(self.strict, bool):
             raise ConfigError(f"strict={self.strict!r} is not a boolean. Allowed: true, false.")
         for op, order in self.per_op_order:
@@ -113,14 +130,19 @@ class SelectionPolicy:
             ConfigError: a value is not allowed; UnknownOperatorError: an operator does not exist.
         """
         orders = sorted((per_op_order or {}).items())
+        for op, order in orders:
+            if isinstance(order, str):
+                raise ConfigError(
+                    f"The order of {op!r} is {order!r}, not a list. Write [{order!r}]."
+                )
         return cls(
             prefer=prefer,
             strict=strict,
             per_op_order=tuple((op, tuple(order)) for op, order in orders),
-            deny_vendors=frozenset(deny_vendors),
-            allow_vendors=None if allow_vendors is None else frozenset(allow_vendors),
-            flagos_whitelist=None if flagos_whitelist is None else frozenset(flagos_whitelist),
-            flagos_blacklist=frozenset(flagos_blacklist),
+            deny_vendors=deny_vendors,  # type: ignore[arg-type]  # __post_init__ makes them sets
+            allow_vendors=allow_vendors,  # type: ignore[arg-type]
+            flagos_whitelist=flagos_whitelist,  # type: ignore[arg-type]
+            flagos_blacklist=flagos_blacklist,  # type: ignore[arg-type]
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from vllm_fl.dispatch.ops import get_spec
 from vllm_fl.dispatch.types import YES, Decision, OpImpl, load_object
 
 Predicate = Callable[..., Decision]
@@ -15,12 +16,15 @@ def predicate(impl: OpImpl) -> Predicate | None:
 
     Raises:
         BackendLoadError: ``supports`` was given as text and cannot be imported.
+        RegistrationError: ``supports`` does not fit the operator's signature.
     """
     supports = load_object(impl.supports) if isinstance(impl.supports, str) else impl.supports
+    spec = get_spec(impl.op_name)
     checks: list[Callable[..., object]] = []
     if impl.dtypes is not None:
-        checks.append(_dtype_check(impl.dtypes))
+        checks.append(_dtype_check(impl.dtypes, next(iter(spec.signature.parameters))))
     if supports is not None:
+        spec.check(supports, f"the predicate of {impl.impl_id} ({impl.wheel or 'by hand'})")
         checks.append(supports)
     if not checks:
         return None
@@ -28,7 +32,10 @@ def predicate(impl: OpImpl) -> Predicate | None:
 
     def decide(*args: Any, **kwargs: Any) -> Decision:
         for check in checks:
-            answer = check(*args, **kwargs)
+            try:
+                answer = check(*args, **kwargs)
+            except Exception as error:
+                return Decision.no(f"its predicate raised {type(error).__name__}: {error}")
             if answer is not True:
                 decision = Decision.of(answer, unnamed)
                 if not decision.accepted:
@@ -38,16 +45,17 @@ def predicate(impl: OpImpl) -> Predicate | None:
     return decide
 
 
-def _dtype_check(names: tuple[str, ...]) -> Callable[..., object]:
+def _dtype_check(names: tuple[str, ...], first: str) -> Callable[..., object]:
     """Return a check of the first argument's dtype against torch dtypes given by name."""
     import torch  # whoever binds an operator on tensors has it
 
     allowed = frozenset(getattr(torch, name) for name in names)
     listed = ", ".join(names)
 
-    def check(first: Any, *args: Any, **kwargs: Any) -> object:
-        if first.dtype in allowed:
+    def check(*args: Any, **kwargs: Any) -> object:
+        dtype = (args[0] if args else kwargs[first]).dtype
+        if dtype in allowed:
             return True
-        return f"dtype {str(first.dtype).removeprefix('torch.')} is not among {listed}"
+        return f"dtype {str(dtype).removeprefix('torch.')} is not among {listed}"
 
     return check

@@ -57,6 +57,7 @@ def explain(
     return {
         "operator": spec.declaration,
         "summary": spec.summary,
+        "chosen": ranking.order[0].impl_id if ranking.order else None,
         "order": list(order),
         "strict": policy.strict,
         "implementations": rows,
@@ -128,6 +129,12 @@ def doctor(manager: OpManager) -> dict[str, Any]:
         config = state.current_config()
         report["config"] = {key: vars(value) for key, value in config.values.items()}
         report["operators"] = operator_table(manager)
+        rankings = [manager.rank(op) for op in CATALOGUE]
+        report["operators_without_implementation"] = {
+            r.op_name: {impl.impl_id: no.reason for impl, no in r.rejected}
+            for r in rankings
+            if not r.order
+        }
     except VllmFLError as error:
         report["error"] = str(error)
     return report

@@ -19,7 +19,7 @@ from vllm_fl.dispatch import config, discovery, env
 from vllm_fl.dispatch.device import DeviceChoice, choose_device
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.logging import get_logger
-from vllm_fl.dispatch.policy import SelectionPolicy
+from vllm_fl.dispatch.policy import SelectionPolicy, name_set
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -69,6 +69,8 @@ def current_config() -> config.Config:
     Raises:
         ConfigError: a source holds something that is not allowed.
     """
+    for variable in env.VARIABLES:
+        variable.read()
     device = current_device().device
     return config.load(device.defaults if device is not None else None)
 
@@ -85,7 +87,7 @@ def get_global_policy() -> SelectionPolicy:
     if policy is None:
         settings = current_config()
         loaded = settings.policy()
-        _report_unused(settings)
+        report_unused(settings)
         with _lock:
             if _policy is None:
                 _policy = loaded
@@ -93,19 +95,24 @@ def get_global_policy() -> SelectionPolicy:
     return policy
 
 
-def _report_unused(settings: config.Config) -> None:
+def report_unused(settings: config.Config) -> None:
     """Name the variables that have no effect.
 
     Raises:
-        ConfigError: the policy is strict and a variable does not exist.
+        ConfigError: there is one, and the policy is strict.
     """
     logger = get_logger()
-    for name in settings.ignored:
-        logger.warning("%s has no effect: %s replaces it.", name, env.CONFIG.name)
-    for name, advice in env.unknown_variables():
+    problems = [
+        f"{name} has no effect: {env.CONFIG.name} replaces it." for name in settings.ignored
+    ]
+    problems += [
+        f"Unknown environment variable {name} has no effect. {advice}"
+        for name, advice in env.unknown_variables()
+    ]
+    for problem in problems:
         if settings["strict"]:
-            raise ConfigError(f"Unknown environment variable {name}. {advice}")
-        logger.warning("Unknown environment variable %s has no effect. %s", name, advice)
+            raise ConfigError(problem)
+        logger.warning("%s", problem)
 
 
 def get_policy_epoch() -> int:
@@ -179,7 +186,9 @@ def with_preference(prefer: str) -> Iterator[SelectionPolicy]:
 @contextmanager
 def with_allowed_vendors(*vendors: str) -> Iterator[SelectionPolicy]:
     """Allow only these vendors until the block ends."""
-    with _overlay(lambda policy: replace(policy, allow_vendors=frozenset(vendors))) as inner:
+    with _overlay(
+        lambda policy: replace(policy, allow_vendors=name_set("vendors", vendors))
+    ) as inner:
         yield inner
 
 
@@ -188,7 +197,8 @@ def with_denied_vendors(*vendors: str) -> Iterator[SelectionPolicy]:
     """Deny these vendors, too, until the block ends."""
 
     def deny(policy: SelectionPolicy) -> SelectionPolicy:
-        return replace(policy, deny_vendors=policy.deny_vendors | frozenset(vendors))
+        denied = policy.deny_vendors | name_set("vendors", vendors)
+        return replace(policy, deny_vendors=denied)
 
     with _overlay(deny) as inner:
         yield inner

@@ -66,6 +66,14 @@ class Decision:
 
 YES = Decision(True)
 
+DTYPES = frozenset(
+    {
+        "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e4m3fnuz",
+        "float8_e5m2", "float8_e5m2fnuz", "int8", "int16", "int32", "int64", "uint8", "bool",
+    }
+)  # fmt: skip
+"""Names of torch dtypes that an implementation may declare."""
+
 
 def load_object(reference: str) -> Any:
     """Import ``"package.module:qualified.name"`` and return the object.
@@ -73,12 +81,14 @@ def load_object(reference: str) -> Any:
     Raises:
         BackendLoadError: the text has another form, or the module or name cannot be imported.
     """
+    if not isinstance(reference, str):
+        raise BackendLoadError(f"{reference!r} is not a text of the form 'package.module:name'.")
     module_name, separator, qualname = reference.partition(":")
     if not (module_name and separator and qualname):
         raise BackendLoadError(f"{reference!r} is not of the form 'package.module:name'.")
     try:
         target: Any = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BackendLoadError(
             f"Cannot import {module_name!r} (for {reference!r}): {type(error).__name__}: {error}"
         ) from error
@@ -120,8 +130,8 @@ class OpImpl:
     fn: Callable[..., Any] | str
     vendor: str | None = None
     priority: int | None = None
-    available: Callable[[], object] | None = field(default=None, compare=False)
-    supports: Callable[..., object] | str | None = field(default=None, compare=False)
+    available: Callable[[], object] | None = field(default=None, hash=False)
+    supports: Callable[..., object] | str | None = field(default=None, hash=False)
     dtypes: tuple[str, ...] | None = None
     min_arch: int | None = None
     traceable: bool = True
@@ -141,6 +151,12 @@ class OpImpl:
             raise RegistrationError(
                 f"{self.op_name}/{self.impl_id}: fn must be callable or 'package.module:function', "
                 f"got {self.fn!r}."
+            )
+        unknown = set(self.dtypes or ()) - DTYPES
+        if unknown:
+            raise RegistrationError(
+                f"{self.op_name}/{self.impl_id}: unknown dtypes {sorted(unknown)}. "
+                f"Allowed: {', '.join(sorted(DTYPES))}."
             )
         if self.priority is None:
             object.__setattr__(self, "priority", int(BackendPriority[self.kind.name]))

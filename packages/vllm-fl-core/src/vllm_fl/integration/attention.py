@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.dispatch.default import get_default_manager
-from vllm_fl.dispatch.errors import BackendLoadError
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.state import get_policy
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl, load_object
@@ -76,20 +75,24 @@ def select_backend(
     needs = {"use_mla": config.use_mla, "use_sparse": config.use_sparse}
     ranking = manager.rank(OPERATOR, call=((), needs))
     refusals = [f"  {impl.impl_id}: {decision.reason}" for impl, decision in ranking.rejected]
-    for impl in ranking.order[:1] if get_policy().strict else ranking.order:
+    strict = get_policy().strict
+    for impl in ranking.order[:1] if strict else ranking.order:
         if _stands_back(impl, platform, selected):
             refusals.append(f"  {impl.impl_id}: vLLM's own attention backends go before it")
             continue
         try:
             reference = manager.function(impl)(**needs)
             backend = load_object(reference)
-        except BackendLoadError as error:
-            refusals.append(f"  {impl.impl_id}: {error}")
+            name = backend.get_name()
+            problems = backend.validate_configuration(
+                device_capability=platform.get_device_capability(), **config._asdict()
+            )
+        except Exception as error:
+            if strict:
+                raise
+            refusals.append(f"  {impl.impl_id}: {type(error).__name__}: {error}")
+            logger.warning("%s of %s failed: %r", impl.impl_id, OPERATOR, error)
             continue
-        problems = backend.validate_configuration(
-            device_capability=platform.get_device_capability(), **config._asdict()
-        )
-        name = backend.get_name()
         if selected is not None and selected.name != name:
             problems = [f"it is {name}, and {selected.name} was asked for", *problems]
         if problems:
@@ -98,12 +101,13 @@ def select_backend(
         path = str(reference).replace(":", ".")
         if name == AttentionBackendEnum.CUSTOM.name:
             register_backend(AttentionBackendEnum.CUSTOM, path)
+        manager.note_use(impl)
         logger.info("Attention backend: %s (%s, %s)", path, impl.impl_id, impl.wheel or "by hand")
         return path
     asked = f" for --attention-backend {selected.name}" if selected is not None else ""
     raise NoAttentionBackend(
         f"No attention backend of vllm-fl can serve this model on the {platform.device_name} "
         f"platform{asked}.\n" + "\n".join(refusals) + f"\nWhat the model needs: {config}.\n"
-        "Leave out --attention-backend to let vllm-fl choose, or install a backend wheel that "
-        "supports it."
+        "Install a backend wheel that supports it, or change what the model needs or what was "
+        "asked for."
     )

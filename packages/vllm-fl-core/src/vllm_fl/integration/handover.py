@@ -1,10 +1,10 @@
 """Handing the policy from the process that configures vLLM to the processes that run the model.
 
 The parent writes into vLLM's own configuration (``additional_config["vllm_fl"]``, which vLLM sends
-to every process and puts into its compile-cache key) the policy in force, a fingerprint of what
-its environment says, what implements each operator, and which operators' vLLM layers dispatch. A
-child whose environment says something else has lost a variable: that is an error, not a different
-run. A policy set from Python in the parent is taken over.
+to every process and puts into its compile-cache key) the policy in force, what its environment
+says, and what implements each operator. A child whose environment says something
+else has lost a variable: that is an error, not a different run. A policy set from Python in the
+parent, process-wide or by a context around ``LLM(...)``, is taken over.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.ops import CATALOGUE
 from vllm_fl.dispatch.policy import SelectionPolicy
-from vllm_fl.integration import custom_ops
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,18 +34,27 @@ def publish(vllm_config: VllmConfig) -> None:
         )
     if KEY not in additional:
         additional[KEY] = {
-            "environment": state.current_config().policy().fingerprint(),
-            "variables": env.texts(),
-            "policy": state.get_global_policy().to_dict(),
+            "environment": _environment(),
+            "policy": state.get_policy().to_dict(),
             "operators": operator_versions(),
-            "layers": custom_ops.replaced(),
         }
+    elif not (isinstance(additional[KEY], dict) and "policy" in additional[KEY]):
+        raise ConfigError(f"additional_config[{KEY!r}] is reserved for vllm-fl; use another key.")
+
+
+def _environment() -> dict[str, str]:
+    """Return what the environment says about which implementations run, as text."""
+    settings = {key: repr(value.value) for key, value in state.current_config().values.items()}
+    return settings | {v.name: repr(v.read()) for v in _CHOOSING}
+
+
+_CHOOSING = (env.PLUGIN_MODULES, env.PLATFORM, env.COMPARE, env.COMPARE_LIMIT)
 
 
 def operator_versions() -> dict[str, str]:
     """Return operator -> the implementation that runs it and its wheel with version."""
     manager = get_default_manager()
-    chosen = {op: manager.rank(op, state.get_global_policy()).order for op in CATALOGUE}
+    chosen = {op: manager.rank(op).order for op in CATALOGUE}
     return {op: f"{o[0].impl_id} {o[0].wheel}".strip() for op, o in chosen.items() if o}
 
 
@@ -60,11 +68,13 @@ def adopt(vllm_config: VllmConfig) -> None:
     published = vllm_config.additional_config.get(KEY)
     if published is None or str(published) == _adopted:
         return
-    if state.current_config().policy().fingerprint() != published["environment"]:
+    here, there = _environment(), published["environment"]
+    lost = [f"{key} is {here[key]}, was {there[key]}" for key in here if here[key] != there[key]]
+    if lost:
         raise ConfigError(
-            "The environment of this process gives another vllm-fl policy than the process that "
-            f"configured vLLM had. There: {published['variables'] or 'nothing set'}; here: "
-            f"{env.texts() or 'nothing set'}. Pass the variables on to vLLM's workers."
+            "The environment of this process says something else to vllm-fl than that of the "
+            f"process that configured vLLM: {'; '.join(lost)}. Pass the variables on to vLLM's "
+            "workers."
         )
     policy = SelectionPolicy.from_dict(**published["policy"])
     if policy != state.get_global_policy():

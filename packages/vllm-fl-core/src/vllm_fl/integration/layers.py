@@ -7,6 +7,7 @@ vLLM calls ``forward_oot`` on an out-of-tree platform and ``forward_cuda`` on a 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
@@ -17,14 +18,10 @@ from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
+from vllm_fl.dispatch.calls import Function
 from vllm_fl.dispatch.default import bind_op, get_default_manager
-from vllm_fl.dispatch.errors import ConfigError, nearest
 from vllm_fl.dispatch.handle import BoundOp
-from vllm_fl.dispatch.logging import get_logger
-from vllm_fl.dispatch.state import current_config
 from vllm_fl.integration.handover import adopt
-
-logger = get_logger("vllm_fl.integration")
 
 
 def bind(op_name: str) -> BoundOp:
@@ -34,6 +31,13 @@ def bind(op_name: str) -> BoundOp:
     if oplist is not None and torch.distributed.is_initialized():
         oplist.rank = torch.distributed.get_rank()
     return bind_op(op_name)
+
+
+def recover(op: BoundOp, fn: Function, error: Exception, *args: Any) -> Any:
+    """Answer a call in which ``fn`` raised ``error``; while vLLM compiles, raise it."""
+    if torch.compiler.is_compiling():
+        raise error
+    return op.recover(fn, error, *args)
 
 
 NormOutput: TypeAlias = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -52,7 +56,7 @@ class SiluAndMulFL(SiluAndMul):
         try:
             return fn(x)
         except Exception as error:
-            return self._op.recover(fn, error, x)
+            return recover(self._op, fn, error, x)
 
     forward_cuda = forward_oot
 
@@ -70,7 +74,7 @@ class GeluAndMulFL(GeluAndMul):
         try:
             return fn(x, self.approximate)
         except Exception as error:
-            return self._op.recover(fn, error, x, self.approximate)
+            return recover(self._op, fn, error, x, self.approximate)
 
     forward_cuda = forward_oot
 
@@ -109,7 +113,7 @@ class RMSNormFL(RMSNorm):
         try:
             return fn(x, residual, weight, epsilon)
         except Exception as error:
-            return self._op.recover(fn, error, x, residual, weight, epsilon)
+            return recover(self._op, fn, error, x, residual, weight, epsilon)
 
 
 class GemmaRMSNormFL(GemmaRMSNorm):
@@ -126,7 +130,7 @@ class GemmaRMSNormFL(GemmaRMSNorm):
         try:
             return fn(x, residual, weight, epsilon)
         except Exception as error:
-            return self._op.recover(fn, error, x, residual, weight, epsilon)
+            return recover(self._op, fn, error, x, residual, weight, epsilon)
 
     forward_cuda = forward_oot
 
@@ -156,7 +160,7 @@ class DispatchedRotary:
         try:
             rotated, rotated_key = fn(*call)
         except Exception as error:
-            rotated, rotated_key = self._op.recover(fn, error, *call)
+            rotated, rotated_key = recover(self._op, fn, error, *call)
         return (
             rotated.reshape(query.shape),
             None if key is None else rotated_key.reshape(key.shape),
@@ -182,6 +186,8 @@ def rotary_classes() -> list[type[RotaryEmbedding]]:
 
 def layer_classes() -> dict[str, dict[str, type[CustomOp]]]:
     """Return operator -> vLLM class name -> the class that takes its place."""
+    from vllm_fl.integration import moe  # which binds its operators with this module's function
+
     return {
         "silu_and_mul": {SiluAndMul.__name__: SiluAndMulFL},
         "gelu_and_mul": {GeluAndMul.__name__: GeluAndMulFL},
@@ -191,32 +197,19 @@ def layer_classes() -> dict[str, dict[str, type[CustomOp]]]:
             base.__name__: type(f"{base.__name__}FL", (DispatchedRotary, base), {})
             for base in rotary_classes()
         },
+        **moe.layer_classes(),
     }
 
 
-def install() -> None:
-    """Register the layers with vLLM, once a process, as the configuration says.
-
-    Raises:
-        ConfigError: a list of the configuration names an operator that has no layer.
-    """
-    if any(layer.__module__ == __name__ for layer in op_registry_oot.values()):
+def install(operators: Iterable[str]) -> None:
+    """Register the layers of these operators with vLLM, once a process."""
+    if any(layer.__module__.startswith("vllm_fl.") for layer in op_registry_oot.values()):
         return
-    config = current_config()
-    operators = layer_classes()
-    for key in ("oot_whitelist", "oot_blacklist"):
-        for name in config[key] or ():
-            if name not in operators:
-                raise ConfigError(
-                    f"{config.values[key].source}: {key} names {name!r}, which is not an operator "
-                    f"with a vLLM layer. {nearest(name, operators)}"
-                )
-    for op_name, layers in operators.items():
-        decision = config.oot_decision(op_name)
-        if not decision:
-            logger.info("vLLM keeps its own layers for %s: %s.", op_name, decision.reason)
-            continue
-        for name, layer in layers.items():
+    classes = layer_classes()
+    for op_name in operators:
+        for name, layer in classes[op_name].items():
+            if op_registry_oot.get(name) is layer:  # one layer may call several operators
+                continue
             known_as = layer.name
             CustomOp.register_oot(layer, name=name)
             layer.name = known_as  # vLLM has put the class's name; the user's custom_ops say this

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from vllm_fl.dispatch.types import YES, Decision
 
@@ -28,6 +28,8 @@ def check_vllm() -> Decision:
         installed = vllm_version()
     except PackageNotFoundError:
         return Decision.no(f"vLLM is not installed; vllm-fl works with vLLM {SUPPORTED}.")
+    except (InvalidVersion, TypeError) as error:
+        return Decision.no(f"vLLM's metadata has no version that can be read: {error}")
     if OLDEST.release <= installed.release[:2] <= NEWEST.release:
         return YES
     return Decision.no(

@@ -35,9 +35,10 @@ The checks of an operator on plain tensors:
 
 =============  ====================================================================================
 values         every result of a first and a second call against a float64 oracle
-contract       form of the results; no byte written that was not donated; no result in an argument
-               that was not donated
+contract       form of the results; no byte overwritten that was neither donated nor an output; no
+               result in any other argument
 offsets        rows 2^31 elements apart
+refusal        what the operator does not have is refused, not computed as something else
 rounding       the stated order of rounding, where two orders can be told apart
 determinism    two calls give the same bits
 rows           reported only: whether a row alone gives the bits that it gives in a batch

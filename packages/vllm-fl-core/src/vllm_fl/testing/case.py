@@ -84,11 +84,16 @@ class Subject:
             arguments: all of them, in the order of the operator's signature.
 
         Returns:
-            The results, also a single one, as a tuple.
+            The results, also a single one, as a tuple, then the arguments that it writes.
         """
         result = self.fn(*arguments.values())
         synchronize(self.device)
-        return result if isinstance(result, tuple) else (result,)
+        return self.results(result, arguments)
+
+    def results(self, result: Any, arguments: Arguments) -> tuple[Tensor | None, ...]:
+        """Return what a call has returned and what it has written as one tuple."""
+        returned = result if isinstance(result, tuple) else (result,)
+        return (*returned, *self.spec.outputs(tuple(arguments.values()), {}))
 
 
 @dataclass(frozen=True)
@@ -120,8 +125,9 @@ def synchronize(device: str) -> None:
         module.synchronize()
 
 
-def donated(spec: OpSpec, arguments: Arguments) -> set[str]:
-    """Return the names of the arguments whose storage this call gives up."""
-    if not spec.donates(tuple(arguments.values()), {}):
-        return set()
-    return {name for name in spec.donated if arguments[name] is not None}
+def writable(spec: OpSpec, arguments: Arguments) -> list[Tensor]:
+    """Return the arguments whose storage this call may overwrite: the donated and the written."""
+    names = set(spec.written)
+    if spec.donates(tuple(arguments.values()), {}):
+        names |= spec.donated
+    return [arguments[name] for name in names if arguments[name] is not None]

@@ -1,0 +1,239 @@
+"""vLLM's mixture-of-experts layer with routing and experts through dispatched operators.
+
+Two classes of vLLM are replaced by name, through vLLM's own hook: the method that runs unquantised
+experts, which vLLM leaves to the platform when that is out of tree, and the runner that holds a
+layer's router. Everything around them is vLLM's: gate, shared experts, expert placement, load
+balancing, all-reduce, data and expert parallelism. So are routers that no operator stands for.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
+from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+
+from vllm_fl.dispatch.state import current_config
+from vllm_fl.integration.adapters import adapter
+from vllm_fl.integration.layers import bind
+
+ACTIVATIONS = ("silu", "gelu")
+"""Those of the operator ``fused_experts``, by their names in vLLM's ``MoEActivation``."""
+
+Routing: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+UnquantizedMethod: type[Any] = adapter().UnquantizedMethod
+
+
+class UnquantizedFusedMoEMethodFL(UnquantizedMethod):  # type: ignore[misc]
+    """vLLM's ``UnquantizedFusedMoEMethod`` through the operator ``fused_experts``.
+
+    Without a modular kernel vLLM's runner routes first, then calls :meth:`apply`, and gathers and
+    scatters tokens itself where data parallelism needs it.
+
+    Raises:
+        ValueError: the layer needs something that ``fused_experts`` does not have.
+    """
+
+    is_monolithic = False
+
+    def __init__(self, moe: FusedMoEConfig) -> None:
+        _check_layer(moe)
+        super().__init__(moe)
+        self._op = bind("fused_experts")
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Leave the weights as they are: their layout is the operator's."""
+
+    def apply(
+        self,
+        layer: Any,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: object,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """x [T, H], topk_weights and topk_ids [T, k] -> [T, H]; the runner has the shared experts.
+
+        Not ``forward_oot``, which vLLM skips when its compilation mode switches custom operators
+        off: this runs inside one opaque operator in any case, and vLLM has no other way to go.
+        """
+        call = (
+            x,
+            layer.w13_weight.data,
+            layer.w2_weight.data,
+            topk_weights,
+            topk_ids,
+            layer.activation.value,
+            layer.apply_router_weight_on_input,
+            layer.global_num_experts,
+            layer.expert_map,
+        )
+        fn = self._op.fn
+        try:
+            return fn(*call)
+        except Exception as error:
+            return self._op.recover(fn, error, *call)
+
+
+def _check_layer(moe: FusedMoEConfig) -> None:
+    parallel = moe.moe_parallel_config
+    all2all = parallel.use_all2all_kernels and not parallel.use_ag_rs_all2all_kernels
+    needs = {
+        f"the activation {moe.activation.value!r}": moe.activation.value not in ACTIVATIONS,
+        "a limit on the activation (swiglu_limit)": moe.swiglu_limit is not None,
+        "biases": moe.has_bias,
+        f"the all2all backend {parallel.all2all_backend!r}": all2all,
+    }
+    for what, needed in needs.items():
+        if needed:
+            raise ValueError(
+                f"The model's unquantised experts need {what}, which vllm-fl's operator "
+                f"fused_experts does not have. It has the activations {' and '.join(ACTIVATIONS)}, "
+                "without limit or biases, and expert parallelism by allgather_reducescatter."
+            )
+
+
+class FusedTopKRouterFL(FusedTopKRouter):
+    """vLLM's ``FusedTopKRouter`` through ``topk_softmax``; other scoring functions are vLLM's own.
+
+    Args:
+        router: the router that vLLM made, whose settings this one takes over.
+    """
+
+    def __init__(self, router: FusedTopKRouter) -> None:
+        self.__dict__.update(vars(router))
+        self._op = bind("topk_softmax")
+
+    def _compute_routing(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        indices_type: torch.dtype | None,
+        *,
+        input_ids: torch.Tensor | None = None,
+    ) -> Routing:
+        """router_logits [T, E] -> weights [T, k] fp32 and expert ids [T, k]."""
+        if self.scoring_func != "softmax":
+            routing: Routing = super()._compute_routing(
+                hidden_states, router_logits, indices_type, input_ids=input_ids
+            )
+            return routing
+        shape = (router_logits.shape[0], self.top_k)
+        # Other types of index than the operator's are made from int32 by the base class.
+        wanted = torch.int64 if indices_type == torch.int64 else torch.int32
+        weights = router_logits.new_empty(shape, dtype=torch.float32)
+        ids = router_logits.new_empty(shape, dtype=wanted)
+        places = router_logits.new_empty(shape, dtype=torch.int32)
+        call = (weights, ids, places, router_logits, self.renormalize)
+        fn = self._op.fn
+        try:
+            weights, ids = fn(*call)
+        except Exception as error:
+            weights, ids = self._op.recover(fn, error, *call)
+        return _without_padding(weights, ids)
+
+
+class GroupedTopKRouterFL(GroupedTopKRouter):
+    """vLLM's ``GroupedTopKRouter`` through ``grouped_topk``; groups that do not fit are vLLM's own.
+
+    Args:
+        router: the router that vLLM made, whose settings this one takes over.
+    """
+
+    def __init__(self, router: GroupedTopKRouter) -> None:
+        self.__dict__.update(vars(router))
+        self._op = bind("grouped_topk")
+        self._sigmoid = int(self.scoring_func == "sigmoid")
+        # Only newer versions of vLLM let a model ask for this.
+        self._skip_padding = getattr(router, "skip_padding", False)
+
+    def _compute_routing(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        indices_type: torch.dtype | None,
+        *,
+        input_ids: torch.Tensor | None = None,
+    ) -> Routing:
+        """router_logits [T, E] -> weights [T, k] fp32 and expert ids [T, k] int32."""
+        experts, groups = router_logits.shape[-1], self.num_expert_group
+        if experts <= groups or experts % groups:
+            routing: Routing = super()._compute_routing(
+                hidden_states, router_logits, indices_type, input_ids=input_ids
+            )
+            return routing
+        scores = router_logits
+        if not self._sigmoid:
+            scores = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
+        bias = self.e_score_correction_bias
+        call = (
+            scores,
+            groups,
+            self.topk_group,
+            self.top_k,
+            self.renormalize,
+            self.routed_scaling_factor,
+            None if bias is None else bias.data,
+            self._sigmoid,
+        )
+        fn = self._op.fn
+        try:
+            weights, ids = fn(*call)
+        except Exception as error:
+            weights, ids = self._op.recover(fn, error, *call)
+        return _without_padding(weights, ids) if self._skip_padding else (weights, ids)
+
+
+def _without_padding(weights: torch.Tensor, ids: torch.Tensor) -> Routing:
+    """Give no experts to rows that only fill a batch up, where vLLM says which those are."""
+    mask = adapter().padding_mask(len(ids))
+    if mask is None:
+        return weights, ids
+    rows = mask.unsqueeze(1)
+    return weights.masked_fill(rows, 0), ids.masked_fill(rows, -1)
+
+
+ROUTERS: dict[type[BaseRouter], tuple[str, type[Any]]] = {
+    FusedTopKRouter: ("topk_softmax", FusedTopKRouterFL),
+    GroupedTopKRouter: ("grouped_topk", GroupedTopKRouterFL),
+}
+"""vLLM's router -> the operator that does its work and the router that calls it."""
+
+
+def dispatched(router: Any) -> Any:
+    """Return the router that does what ``router`` does through an operator, or itself.
+
+    A router of a subclass computes something else and stays as it is, as does one whose operator
+    the configuration leaves to vLLM.
+    """
+    entry = ROUTERS.get(type(router))
+    if entry is None or not current_config().oot_decision(entry[0]):
+        return router
+    return entry[1](router)
+
+
+class MoERunnerFL(MoERunner):
+    """vLLM's ``MoERunner`` with a dispatched router where there is one."""
+
+    router: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.router = dispatched(self.router)
+        # The handle's place in the model, for reports by layer: a router is no module.
+        self._op = getattr(self.router, "_op", None)
+
+
+def layer_classes() -> dict[str, dict[str, type[Any]]]:
+    """Return operator -> vLLM class name -> the class that takes its place."""
+    runner = {MoERunner.__name__: MoERunnerFL}
+    return {
+        "fused_experts": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethodFL},
+        **{op_name: runner for op_name, _ in ROUTERS.values()},
+    }

@@ -1,0 +1,1 @@
+"""The default operators of vllm-fl: Triton kernels for any device that has a Triton compiler."""

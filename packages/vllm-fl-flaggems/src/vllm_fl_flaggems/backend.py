@@ -1,0 +1,34 @@
+"""The facts about this backend. Imports neither torch nor Triton."""
+
+from __future__ import annotations
+
+from vllm_fl.dispatch.backend import Backend, Implementation
+from vllm_fl.dispatch.types import BackendImplKind
+from vllm_fl_flaggems.availability import triton_availability
+
+_OPS = "vllm_fl_flaggems.ops"
+_FLOATS = ("float16", "bfloat16", "float32")
+
+
+def _operator(module: str, name: str, supports: str) -> Implementation:
+    return Implementation(
+        f"{_OPS}.{module}:{name}", supports=f"{_OPS}.{module}:{supports}", dtypes=_FLOATS
+    )
+
+
+class FlagGemsBackend(Backend):
+    """Triton kernels; donated arguments are overwritten where their layout allows."""
+
+    name = "flaggems"
+    kind = BackendImplKind.DEFAULT
+    operators = {
+        "silu_and_mul": _operator("activation", "silu_and_mul", "supports_silu"),
+        "gelu_and_mul": _operator("activation", "gelu_and_mul", "supports_gelu"),
+        "rms_norm": _operator("norm", "rms_norm", "supports"),
+        "gemma_rms_norm": _operator("norm", "gemma_rms_norm", "supports"),
+        "rotary_embedding": _operator("rotary", "rotary_embedding", "supports"),
+    }
+
+    def is_available(self) -> object:
+        """Whether Triton is installed, in a tested version, and has a device."""
+        return triton_availability()

@@ -29,17 +29,18 @@ USED = {
     "gelu_and_mul": [["vendor.acme", "acme 1.0"]],
     "silu_and_mul": [["vendor.acme", "acme 1.0"]],
 }
+OURS = tuple(f"vllm-fl-{name}" for name in ("reference", "flaggems", "cuda", "ascend"))
 
 
 def only(report, name="acme"):
     """Drop the wheels of the environment that runs the tests."""
     return {
         **report,
-        "backends": {k: v for k, v in report["backends"].items() if not k.endswith("-reference")},
+        "backends": {k: v for k, v in report["backends"].items() if not k.endswith(OURS)},
         "impls": {
             op: kept
             for op, impls in report["impls"].items()
-            if (kept := [i for i in impls if i[0] != "reference.torch"])
+            if (kept := [i for i in impls if not i[1].startswith(OURS)])
         },
     }
 

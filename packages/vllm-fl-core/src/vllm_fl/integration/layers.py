@@ -2,13 +2,16 @@
 
 A layer binds its operator when it is built. vLLM puts a class of this module in place of its own
 by the class's name, so a subclass of a layer keeps its own mathematics unless it is named here.
+vLLM calls ``forward_oot`` on an out-of-tree platform and ``forward_cuda`` on a CUDA one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import torch
+from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers.activation import GeluAndMul, SiluAndMul
@@ -17,13 +20,8 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from vllm_fl.dispatch.calls import Function
 from vllm_fl.dispatch.default import bind_op, get_default_manager
-from vllm_fl.dispatch.errors import ConfigError, nearest
 from vllm_fl.dispatch.handle import BoundOp
-from vllm_fl.dispatch.logging import get_logger
-from vllm_fl.dispatch.state import current_config
 from vllm_fl.integration.handover import adopt
-
-logger = get_logger("vllm_fl.integration")
 
 
 def bind(op_name: str) -> BoundOp:
@@ -60,6 +58,8 @@ class SiluAndMulFL(SiluAndMul):
         except Exception as error:
             return recover(self._op, fn, error, x)
 
+    forward_cuda = forward_oot
+
 
 class GeluAndMulFL(GeluAndMul):
     """vLLM's ``GeluAndMul`` through the operator ``gelu_and_mul``."""
@@ -76,22 +76,38 @@ class GeluAndMulFL(GeluAndMul):
         except Exception as error:
             return recover(self._op, fn, error, x, self.approximate)
 
+    forward_cuda = forward_oot
+
 
 class RMSNormFL(RMSNorm):
     """vLLM's ``RMSNorm`` through the operator ``rms_norm``.
 
-    Norms without a weight, and norms over a part of the hidden size, are vLLM's own.
+    Norms without a weight, norms over a part of the hidden size, and the batch-invariant ones of
+    ``VLLM_BATCH_INVARIANT`` are vLLM's own.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._op = bind("rms_norm")
-        self._dispatched = self.has_weight and self.variance_size_override is None
+        self._dispatched = (
+            self.has_weight
+            and self.variance_size_override is None
+            and not envs.VLLM_BATCH_INVARIANT
+        )
 
     def forward_oot(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> NormOutput:
         """x [..., n] and residual of its shape or None -> out, or (out, residual)."""
         if not self._dispatched:
-            return self.forward_native(x, residual)
+            return super().forward_oot(x, residual)
+        return self._dispatch(x, residual)
+
+    def forward_cuda(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> NormOutput:
+        """As ``forward_oot``."""
+        if not self._dispatched:
+            return super().forward_cuda(x, residual)
+        return self._dispatch(x, residual)
+
+    def _dispatch(self, x: torch.Tensor, residual: torch.Tensor | None) -> NormOutput:
         fn = self._op.fn
         weight, epsilon = self.weight.data, self.variance_epsilon
         try:
@@ -115,6 +131,8 @@ class GemmaRMSNormFL(GemmaRMSNorm):
             return fn(x, residual, weight, epsilon)
         except Exception as error:
             return recover(self._op, fn, error, x, residual, weight, epsilon)
+
+    forward_cuda = forward_oot
 
 
 class DispatchedRotary:
@@ -148,12 +166,14 @@ class DispatchedRotary:
             None if key is None else rotated_key.reshape(key.shape),
         )
 
+    forward_cuda = forward_oot
+
 
 def rotary_classes() -> list[type[RotaryEmbedding]]:
     """Return ``RotaryEmbedding`` and every subclass that rotates exactly as it does."""
     found: list[type[RotaryEmbedding]] = []
     pending: list[type[RotaryEmbedding]] = [RotaryEmbedding]
-    forwards = ("forward", "forward_native", "forward_oot")
+    forwards = ("forward", "forward_native", "forward_oot", "forward_cuda")
     while pending:
         cls = pending.pop(0)
         pending += cls.__subclasses__()
@@ -181,28 +201,15 @@ def layer_classes() -> dict[str, dict[str, type[CustomOp]]]:
     }
 
 
-def install() -> None:
-    """Register the layers with vLLM, once a process, as the configuration says.
-
-    Raises:
-        ConfigError: a list of the configuration names an operator that has no layer.
-    """
-    if any(layer.__module__ == __name__ for layer in op_registry_oot.values()):
+def install(operators: Iterable[str]) -> None:
+    """Register the layers of these operators with vLLM, once a process."""
+    if any(layer.__module__.startswith("vllm_fl.") for layer in op_registry_oot.values()):
         return
-    config = current_config()
-    operators = layer_classes()
-    for key in ("oot_whitelist", "oot_blacklist"):
-        for name in config[key] or ():
-            if name not in operators:
-                raise ConfigError(
-                    f"{config.values[key].source}: {key} names {name!r}, which is not an operator "
-                    f"with a vLLM layer. {nearest(name, operators)}"
-                )
-    for op_name, layers in operators.items():
-        decision = config.oot_decision(op_name)
-        if not decision:
-            logger.info("vLLM keeps its own layers for %s: %s.", op_name, decision.reason)
-            continue
-        for name, layer in layers.items():
-            if op_registry_oot.get(name) is not layer:  # one layer may call several operators
-                CustomOp.register_oot(layer, name=name)
+    classes = layer_classes()
+    for op_name in operators:
+        for name, layer in classes[op_name].items():
+            if op_registry_oot.get(name) is layer:  # one layer may call several operators
+                continue
+            known_as = layer.name
+            CustomOp.register_oot(layer, name=name)
+            layer.name = known_as  # vLLM has put the class's name; the user's custom_ops say this

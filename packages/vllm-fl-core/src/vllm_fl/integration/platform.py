@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm_fl.dispatch import env
 from vllm_fl.dispatch.errors import ConfigError
-from vllm_fl.integration import attention, handover
+from vllm_fl.integration import attention, custom_ops, handover
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -19,8 +19,17 @@ WORKER_EXTENSION = "vllm_fl.integration.worker.WorkerExtensionFL"
 class PlatformFL:
     """Mixin for the platform class of a backend wheel; put it before vLLM's class.
 
-    The class below it must set ``_enum = PlatformEnum.OOT``, so that vLLM takes its out-of-tree
-    paths: ``CustomOp.forward_oot`` and the hooks of this class.
+    The class below it may keep the ``_enum`` of the vLLM platform that it inherits: what vLLM does
+    for that platform by name, such as ``is_cuda()``, then stays as it is, and the dispatched
+    layers run as ``forward_cuda``. A device that vLLM has no name for, or whose native paths need
+    what is not there, sets ``_enum = PlatformEnum.OOT`` and gets ``forward_oot``.
+    """
+
+    vllm_has_attention: ClassVar[bool] = False
+    """Whether the vLLM platform below selects among attention backends that run on this device.
+
+    It is then asked for what the user names with ``--attention-backend``, and for what no
+    implementation of ``attention_backend`` serves.
     """
 
     @classmethod
@@ -35,7 +44,16 @@ class PlatformFL:
         Raises:
             ValueError: none can serve it; the message gives each one's reasons.
         """
-        return attention.select_backend(cls, selected_backend, attn_selector_config)
+        parent: Any = super()
+        if cls.vllm_has_attention and attention.is_vllm_s_choice(selected_backend):
+            return parent.get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        try:
+            return attention.select_backend(cls, selected_backend, attn_selector_config)
+        except attention.NoAttentionBackend as refusal:
+            if not cls.vllm_has_attention or selected_backend or attention.is_user_s_order():
+                raise
+            attention.logger.info("vLLM selects the attention backend. %s", refusal)
+        return parent.get_attn_backend_cls(None, attn_selector_config, num_heads)
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -46,6 +64,7 @@ class PlatformFL:
         if not parallel.worker_extension_cls:
             parallel.worker_extension_cls = WORKER_EXTENSION
         _check_comparison(vllm_config)
+        custom_ops.enable(vllm_config)
         handover.publish(vllm_config)
 
 

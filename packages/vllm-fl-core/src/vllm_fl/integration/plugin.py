@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm_fl.dispatch import discovery, env, state
 from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.logging import get_logger
-from vllm_fl.integration import unusable
+from vllm_fl.integration import custom_ops, unusable
 from vllm_fl.integration.versions import check_vllm
 
 NO_BACKEND = (
@@ -58,7 +58,10 @@ def install_layers() -> None:
 
     from vllm_fl.integration.platform import PlatformFL
 
-    if isinstance(current_platform, PlatformFL):
+    if not isinstance(current_platform, PlatformFL):
+        return
+    operators = custom_ops.replaced()
+    if operators:  # the import takes seconds, and not every process of vLLM needs vLLM's layers
         from vllm_fl.integration import layers
 
-        layers.install()
+        layers.install(operators)

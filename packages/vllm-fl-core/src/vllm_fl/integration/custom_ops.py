@@ -1,0 +1,67 @@
+"""Which vLLM layers dispatch takes over, and keeping them switched on under torch.compile.
+
+With Inductor vLLM switches its custom ops off, so that a layer's plain PyTorch is compiled instead
+of its ``forward_*`` method. A dispatched layer would then be passed over without a word.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm_fl.dispatch.errors import ConfigError, nearest
+from vllm_fl.dispatch.logging import get_logger
+from vllm_fl.dispatch.state import current_config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = get_logger("vllm_fl.integration")
+
+CUSTOM_OPS = {
+    "silu_and_mul": "silu_and_mul",
+    "gelu_and_mul": "gelu_and_mul",
+    "rms_norm": "rms_norm",
+    "gemma_rms_norm": "gemma_rms_norm",
+    "rotary_embedding": "rotary_embedding",
+}
+"""Operator -> what vLLM's ``custom_ops`` calls its layers, for those that vLLM switches off."""
+
+LAYERS = (*CUSTOM_OPS, "fused_experts", "topk_softmax", "grouped_topk")
+"""Every operator that a dispatched layer calls."""
+
+
+def replaced() -> list[str]:
+    """Return the operators whose vLLM layers the configuration replaces by dispatched ones.
+
+    Raises:
+        ConfigError: a list of the configuration names an operator that has no layer.
+    """
+    config = current_config()
+    for key in ("oot_whitelist", "oot_blacklist"):
+        for name in config[key] or ():
+            if name not in LAYERS:
+                raise ConfigError(
+                    f"{config.values[key].source}: {key} names {name!r}, which is not an operator "
+                    f"with a vLLM layer. {nearest(name, LAYERS)}"
+                )
+    decisions = {op_name: config.oot_decision(op_name) for op_name in LAYERS}
+    for op_name, decision in decisions.items():
+        if not decision:
+            logger.info("vLLM keeps its own layers for %s: %s.", op_name, decision.reason)
+    return [op_name for op_name, decision in decisions.items() if decision]
+
+
+def enable(vllm_config: VllmConfig) -> None:
+    """Switch on the layers that are replaced, unless the user has switched them off.
+
+    Call it when vLLM has set the base mode ("all" or "none") and the defaults of its fusion
+    passes: those look at the switches, and shall stay what they are without vllm-fl.
+    """
+    switches = vllm_config.compilation_config.custom_ops
+    if "none" not in switches:
+        return
+    config = current_config()
+    for op_name, name in CUSTOM_OPS.items():
+        asked = f"+{name}" in switches or f"-{name}" in switches
+        if not asked and config.oot_decision(op_name):
+            switches.append(f"+{name}")

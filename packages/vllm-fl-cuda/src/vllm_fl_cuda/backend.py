@@ -1,0 +1,54 @@
+"""The facts about this backend. Imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+from vllm_fl.dispatch.backend import Backend, Device, Implementation
+from vllm_fl.dispatch.state import current_device
+from vllm_fl.dispatch.types import BackendImplKind
+from vllm_fl_cuda import nvml
+
+_OPS = "vllm_fl_cuda.ops"
+_FLOATS = ("float16", "bfloat16", "float32")  # what vLLM's kernels are instantiated for
+
+
+def _kernel(module: str, name: str) -> Implementation:
+    """An operator whose predicate stands beside it, in the function ``<operator>_supports``."""
+    return Implementation(
+        f"{_OPS}.{module}:{name}", supports=f"{_OPS}.{module}:{name}_supports", dtypes=_FLOATS
+    )
+
+
+class CudaBackend(Backend):
+    """vLLM's own CUDA kernels and FlashAttention."""
+
+    name = "cuda"
+    kind = BackendImplKind.VENDOR
+    vendor = "cuda"
+    operators = {
+        "silu_and_mul": _kernel("activation", "silu_and_mul"),
+        "gelu_and_mul": _kernel("activation", "gelu_and_mul"),
+        "rms_norm": _kernel("norm", "rms_norm"),
+        "rotary_embedding": _kernel("rotary", "rotary_embedding"),
+        "attention_backend": Implementation(
+            f"{_OPS}.attention:attention_backend",
+            supports=f"{_OPS}.attention:attention_backend_supports",
+        ),
+    }
+    device = Device(
+        name="cuda",
+        platform="vllm_fl_cuda.platform:CudaPlatformFL",
+        detect=nvml.detect,
+        defaults="vllm_fl_cuda:cuda.yaml",
+        rank=100,
+        arch=nvml.arch,
+    )
+
+    def is_available(self) -> object:
+        """Whether there is a GPU, and vLLM does not run on another device of this machine."""
+        present = nvml.detect()
+        if not present:
+            return present
+        in_use = current_device().device
+        if in_use is not None and in_use.name != "cuda":
+            return f"vLLM runs on the device {in_use.name!r} here"
+        return True

@@ -1,0 +1,183 @@
+"""vLLM's compiled operators on the CPU, for tests on machines without a GPU.
+
+It is a plug-in of pytest, and of vllm-fl (VLLM_FL_PLUGIN_MODULES) for the processes of an engine.
+
+Each operator is declared with the schema that stands in the installed vLLM's own library, so a call
+with a wrong argument, keyword or slot is refused as the real one refuses it. What it computes
+follows the kernel's address arithmetic: a stride that the kernel does not look at is not looked at
+here either, and what the kernel takes for granted is asserted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import mmap
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+LIBRARY = "_C_stable_libtorch.abi3.so"
+
+
+def schemas(names: list[str]) -> dict[str, str]:
+    """Return operator -> its schema, read out of the installed vLLM's library."""
+    spec = importlib.util.find_spec("vllm")
+    folder = Path(spec.origin).parent
+    with (folder / LIBRARY).open("rb") as file:
+        text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        found = {}
+        for name in names:
+            pattern = rb"\x00(" + re.escape(name.encode()) + rb"\([^\x00]*\) -> [^\x00]*)\x00"
+            (found[name],) = {match.decode() for match in re.findall(pattern, text)}
+    return found
+
+
+def aligned(x: Tensor, length: int, vector_bytes: int) -> None:
+    width = math.gcd(vector_bytes // x.element_size(), length)
+    for start in (x.data_ptr() // x.element_size(), *x.stride()[:-1]):
+        assert start % width == 0, "misaligned address"
+
+
+def act_and_mul(act, out: Tensor, x: Tensor) -> None:
+    d = x.shape[-1] // 2
+    tokens = x.numel() // x.shape[-1]
+    if tokens == 0:
+        return
+    aligned(x.as_strided((2 * d,), (1,)), d, 32)
+    gate, up = x.as_strided((tokens, 2, d), (2 * d, d, 1)).float().unbind(1)
+    result = (act(gate).to(x.dtype).float() * up).to(x.dtype)
+    out.as_strided((tokens, d), (d, 1)).copy_(result)
+
+
+def silu_and_mul(result: Tensor, input: Tensor) -> None:
+    act_and_mul(functional.silu, result, input)
+
+
+def gelu_and_mul(out: Tensor, input: Tensor) -> None:
+    act_and_mul(functional.gelu, out, input)
+
+
+def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
+    act_and_mul(lambda x: functional.gelu(x, approximate="tanh"), out, input)
+
+
+def scaled(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    unit = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
+    return unit if weight is None else unit.to(x.dtype) * weight
+
+
+def rms_norm(result: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
+    assert result.is_contiguous()
+    assert 2 <= input.dim() <= 4
+    assert input.numel(), "a launch with an empty grid"
+    hidden = input.shape[-1]
+    if weight is not None:
+        assert weight.is_contiguous()
+        assert weight.dtype == input.dtype
+        aligned(weight, hidden, 16)
+    aligned(input, hidden, 16)
+    rows = input.as_strided(input.shape, (*input.stride()[:-1], 1))
+    result.copy_(scaled(rows, weight, epsilon))
+
+
+def fused_add_rms_norm(
+    input: Tensor, residual: Tensor, weight: Tensor | None, epsilon: float
+) -> None:
+    assert input.dtype == residual.dtype
+    assert residual.is_contiguous()
+    if weight is not None:
+        assert weight.is_contiguous()
+        assert weight.dtype == input.dtype
+    assert input.numel(), "a launch with an empty grid"
+    hidden = input.shape[-1]
+    tokens = input.numel() // hidden
+    rows = input.as_strided((tokens, hidden), (input.stride(-2), 1))
+    total = residual.view(tokens, hidden)
+    total.copy_((rows.float() + total.float()).to(total.dtype))
+    rows.copy_(scaled(total, weight, epsilon))
+
+
+def rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    cos_sin_cache: Tensor,
+    is_neox: bool,
+    rope_dim_offset: int = 0,
+    inverse: bool = False,
+) -> None:
+    assert positions.dtype == torch.int64
+    tokens = positions.numel()
+    assert tokens, "a division by zero"
+    half = cos_sin_cache.shape[1] // 2
+    assert 2 * half <= head_size
+    heads = query.numel() // tokens // head_size
+    head_stride = query.stride(-2) if query.dim() == positions.dim() + 2 else head_size
+    cache = cos_sin_cache.as_strided((cos_sin_cache.shape[0], 2 * half), (2 * half, 1))
+    rows = positions.as_strided((tokens,), (1,))
+    cos, sin = cache[rows].float().unsqueeze(1).split(half, dim=-1)
+    pair = torch.arange(half)
+    one, two = (pair, pair + half) if is_neox else (2 * pair, 2 * pair + 1)
+    for x in (query, key):
+        if x is None:
+            continue
+        count = x.numel() // tokens // head_size
+        assert heads % count == 0
+        assert x.dtype == query.dtype
+        values = x.as_strided((tokens, count, head_size), (x.stride(0), head_stride, 1))
+        a, b = values[..., one].float(), values[..., two].float()
+        values[..., one] = (a * cos - b * sin).to(x.dtype)
+        values[..., two] = (b * cos + a * sin).to(x.dtype)
+
+
+KERNELS = {
+    function.__name__: function
+    for function in (
+        silu_and_mul, gelu_and_mul, gelu_tanh_and_mul, rms_norm, fused_add_rms_norm,
+        rotary_embedding,
+    )
+}  # fmt: skip
+
+
+_libraries: list[torch.library.Library] = []  # the operators live as long as these
+
+
+def declare(kernel: Callable[..., object], *names: str) -> None:
+    """Declare operators of vLLM's library, and let ``kernel`` compute them."""
+    library = torch.library.Library("_C", "FRAGMENT")
+    _libraries.append(library)
+    for name, schema in schemas(list(names)).items():
+        library.define(schema)
+        library.impl(name, kernel, "CompositeExplicitAutograd")
+
+
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Declare the operators, and let the backend take tensors on the CPU."""
+    if not _libraries:
+        for name, kernel in KERNELS.items():
+            declare(kernel, name)
+
+    from vllm_fl.dispatch.device import DeviceChoice
+    from vllm_fl.dispatch.types import YES
+    from vllm_fl_cuda import backend, layout, nvml
+
+    patch.setattr(nvml, "detect", lambda: YES)
+    patch.setattr(backend, "current_device", lambda: DeviceChoice(None, None, {}))
+    patch.setattr(layout, "DEVICE", "cpu")
+
+
+def pytest_configure() -> None:
+    """Install, when pytest loads this as a plug-in."""
+    install(pytest.MonkeyPatch())
+
+
+def register_builtins(registry: object) -> None:
+    """Install, when vllm-fl loads this as a plug-in."""
+    install(pytest.MonkeyPatch())

@@ -1,0 +1,173 @@
+"""The platform class, on vLLM's real CUDA platform with the compiled libraries left out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+# vllm.platforms.cuda loads the compiled operators, which need the driver's libraries. Without them
+# the platform can be made, and asked for everything that no GPU answers. What vLLM's layers ask
+# about fp8 when they are imported is answered with no.
+BEFORE = """
+import json, sys, types
+for name in ("vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa2_C"):
+    sys.modules[name] = types.ModuleType(name)
+import emulated
+emulated.declare(lambda *arguments: False, *(
+    "cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8",
+))
+import vllm.platforms
+from vllm_fl_cuda.platform import CudaPlatformFL
+from vllm.platforms.cuda import CudaPlatform
+from vllm.platforms.interface import DeviceCapability
+CudaPlatformFL.get_device_capability = classmethod(lambda cls, device_id=0: DeviceCapability(9, 0))
+vllm.platforms._current_platform = CudaPlatformFL()
+"""
+
+
+def run(code, **environ):
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", BEFORE + textwrap.dedent(code)],
+        env={
+            "OMP_NUM_THREADS": "1",
+            "VLLM_FL_PLATFORM": "cuda",
+            "PYTHONPATH": str(HERE),
+            **environ,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_vllm_sees_its_own_cuda_platform():
+    assert run("""
+        p = vllm.platforms.current_platform
+        print(json.dumps([p.is_cuda(), p.is_out_of_tree(), isinstance(p, CudaPlatform)]))
+    """) == [True, False, True]
+
+
+LAYERS = """
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm_fl.integration.plugin import install_layers
+install_layers()
+from vllm.model_executor.custom_op import op_registry_oot
+from vllm.model_executor.layers.layernorm import RMSNorm
+with set_current_vllm_config(VllmConfig()):
+    norm = RMSNorm(8)
+method = norm._forward_method.__func__.__qualname__
+print(json.dumps([method, norm.name, sorted(op_registry_oot)]))
+"""
+
+
+def test_the_defaults_keep_vllm_s_layers():
+    method, name, replaced = run(LAYERS)
+    assert method.startswith("RMSNorm.")
+    assert name == "rms_norm"
+    assert replaced == []
+
+
+def test_a_dispatched_layer_takes_forward_cuda_and_keeps_its_name():
+    found = run(LAYERS, VLLM_FL_OOT_WHITELIST="rms_norm")
+    assert found == ["RMSNormFL.forward_cuda", "rms_norm", ["RMSNorm"]]
+
+
+SWITCHES = """
+from vllm.config import CompilationConfig, VllmConfig
+
+def switches(*custom_ops):
+    config = VllmConfig(compilation_config=CompilationConfig(custom_ops=list(custom_ops)))
+    again = VllmConfig(compilation_config=config.compilation_config)
+    assert again.compilation_config.custom_ops == config.compilation_config.custom_ops
+    fusion = config.compilation_config.pass_config.fuse_norm_quant
+    return [sorted(config.compilation_config.custom_ops), fusion]
+
+print(json.dumps([switches(), switches("-rms_norm"), switches("all")]))
+"""
+
+
+def test_inductor_does_not_pass_over_dispatched_layers():
+    """Nor does it turn fusion passes on that are off without vllm-fl."""
+    plain, without, everything = run(SWITCHES, VLLM_FL_OOT_WHITELIST="rms_norm,silu_and_mul")
+    assert plain == [["+rms_norm", "+silu_and_mul", "none"], False]
+    assert without == [["+silu_and_mul", "-rms_norm", "none"], False]
+    assert everything[0] == ["all"]
+
+
+def test_the_defaults_leave_vllm_s_switches_alone():
+    assert run(SWITCHES)[0] == [["none"], False]
+
+
+# Each: what the user asks for, what the model needs, the policy.
+QUESTIONS = {
+    "nothing special": (None, {}, {}),
+    "no FlashAttention": (None, {"kv_cache_dtype": "fp8"}, {}),
+    "latent": (None, {"head_size": 576, "use_mla": True}, {}),
+    "latent, strict": (None, {"head_size": 576, "use_mla": True}, {"strict": True}),
+    "latent, named": (
+        None,
+        {"head_size": 576, "use_mla": True},
+        {"per_op_order": {"attention_backend": ["vendor:cuda"]}},
+    ),
+    "named by the user": ("TRITON_ATTN", {}, {}),
+    "wrongly named by the user": ("TRITON_ATTN", {"dtype": "int8"}, {}),
+    "custom": ("CUSTOM", {}, {}),
+    "reference": (None, {}, {"prefer": "reference"}),
+}
+ATTENTION = """
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+from vllm_fl.dispatch import SelectionPolicy, set_global_policy
+from vllm_fl_cuda.backend import CudaBackend
+
+CudaBackend.is_available = lambda self: True
+# FlashAttention looks for its compiled library; here it takes what a Hopper GPU does.
+FlashAttentionBackend.validate_configuration = classmethod(
+    lambda cls, kv_cache_dtype, **needs: [] if kv_cache_dtype == "auto" else ["no such cache"]
+)
+common = dict(head_size=128, dtype="bfloat16", kv_cache_dtype="auto", block_size=None)
+answers = {{}}
+with set_current_vllm_config(VllmConfig()):
+    for name, (asked, needs, policy) in {questions}.items():
+        set_global_policy(SelectionPolicy.from_dict(**policy))
+        needs = {{**common, **needs}}
+        needs["dtype"] = getattr(torch, needs["dtype"])
+        try:
+            answers[name] = CudaPlatformFL.get_attn_backend_cls(
+                None if asked is None else AttentionBackendEnum[asked],
+                AttentionSelectorConfig(**needs),
+            )
+        except ValueError as error:
+            answers[name] = str(error)
+print(json.dumps(answers))
+"""
+BACKENDS = "vllm.v1.attention.backends."
+REFERENCE = "vllm_fl_reference.attention.backend.ReferenceAttentionBackend"
+
+
+def test_who_chooses_the_attention_backend():
+    answers = run(ATTENTION.format(questions=QUESTIONS))
+    assert answers.pop("nothing special") == f"{BACKENDS}flash_attn.FlashAttentionBackend"
+    # What no implementation serves is left to vLLM, before plain PyTorch.
+    for name in ("latent", "latent, strict"):
+        assert answers.pop(name).startswith(f"{BACKENDS}mla."), name
+    assert answers.pop("no FlashAttention").startswith(BACKENDS)
+    # What the policy or the user names must work.
+    named = answers.pop("latent, named")
+    assert "vendor.cuda: FlashAttention serves neither latent nor sparse attention" in named
+    triton = f"{BACKENDS}triton_attn.TritonAttentionBackend"
+    assert answers.pop("named by the user") == triton
+    assert answers.pop("wrongly named by the user").startswith("Selected backend")
+    assert answers.pop("custom") == REFERENCE
+    assert answers.pop("reference") == REFERENCE
+    assert not answers

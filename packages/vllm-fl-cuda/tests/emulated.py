@@ -149,20 +149,20 @@ KERNELS = {
 _libraries: list[torch.library.Library] = []  # the operators live as long as these
 
 
-def declare(kernel: Callable[..., object], *names: str) -> None:
-    """Declare operators of vLLM's library, and let ``kernel`` compute them."""
+def declare(kernel: Callable[..., object], *names: str, key: str) -> None:
+    """Declare operators of vLLM's library, computed by ``kernel``, for torch's dispatch ``key``."""
     library = torch.library.Library("_C", "FRAGMENT")
     _libraries.append(library)
     for name, schema in schemas(list(names)).items():
         library.define(schema)
-        library.impl(name, kernel, "CompositeExplicitAutograd")
+        library.impl(name, kernel, key)
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
     """Declare the operators, and let the backend take tensors on the CPU."""
     if not _libraries:
         for name, kernel in KERNELS.items():
-            declare(kernel, name)
+            declare(kernel, name, key="CPU")
 
     from vllm_fl.dispatch.device import DeviceChoice
     from vllm_fl.dispatch.types import YES

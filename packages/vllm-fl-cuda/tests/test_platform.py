@@ -18,9 +18,8 @@ import json, sys, types
 for name in ("vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa2_C"):
     sys.modules[name] = types.ModuleType(name)
 import emulated
-emulated.declare(lambda *arguments: False, *(
-    "cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8",
-))
+for name in ("cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8"):
+    emulated.declare(lambda *arguments: False, name, key="CompositeExplicitAutograd")
 import vllm.platforms
 from vllm_fl_cuda.platform import CudaPlatformFL
 from vllm.platforms.cuda import CudaPlatform

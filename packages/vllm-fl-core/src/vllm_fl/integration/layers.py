@@ -21,6 +21,7 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 from vllm_fl.dispatch.calls import Function
 from vllm_fl.dispatch.default import bind_op, get_default_manager
 from vllm_fl.dispatch.handle import BoundOp
+from vllm_fl.integration.custom_ops import CUSTOM_OPS
 from vllm_fl.integration.handover import adopt
 
 
@@ -210,6 +211,6 @@ def install(operators: Iterable[str]) -> None:
         for name, layer in classes[op_name].items():
             if op_registry_oot.get(name) is layer:  # one layer may call several operators
                 continue
-            known_as = layer.name
             CustomOp.register_oot(layer, name=name)
-            layer.name = known_as  # vLLM has put the class's name; the user's custom_ops say this
+            if op_name in CUSTOM_OPS:  # vLLM has put the class's name, custom_ops say this one
+                layer.name = CUSTOM_OPS[op_name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,11 @@ from vllm_fl_reference.kernels import compute_slot_mapping
 from vllm_fl_reference.vllm_compat.ledger import Patch
 
 
-def _shutdown_frees_accelerator_caches() -> bool:
+def _shutdown_calls(function: str) -> bool:
     from vllm.distributed import parallel_state
 
-    return "torch.accelerator.empty_" in inspect.getsource(
-        parallel_state.cleanup_dist_env_and_memory
-    )
+    source = inspect.getsource(parallel_state.cleanup_dist_env_and_memory)
+    return f"torch.accelerator.{function}(" in source
 
 
 def _sampler_asks_has_triton() -> bool:
@@ -63,11 +63,12 @@ ACCELERATOR_CACHES = tuple(
         replacement=_nothing_to_free,
         why="vLLM frees the accelerator's caches at shutdown on every platform except its own CPU "
         "platform; without an accelerator PyTorch raises, which ends the engine with a traceback.",
-        versions=">=0.26",
+        versions=first_version,
         until="cleanup_dist_env_and_memory asks the platform, or PyTorch no longer raises.",
-        needed=_shutdown_frees_accelerator_caches,
+        needed=partial(_shutdown_calls, function),
     )
-    for function in ("empty_cache", "empty_host_cache")
+    for function, first_version in (("empty_cache", ">=0.26"), ("empty_host_cache", ">=0.28"))
+    if hasattr(torch.accelerator, function)  # PyTorch 2.11 lacks the second
 )
 """Applied in every process that has a configuration: the engine's own process shuts down too."""
 

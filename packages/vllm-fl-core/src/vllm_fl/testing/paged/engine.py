@@ -299,10 +299,12 @@ def _block_size(backend: Any, layer: Layer) -> int:
     Raises:
         NotApplicable: it accepts it with none.
     """
+    from vllm.config import set_current_vllm_config
     from vllm.platforms import current_platform
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     problems: list[str] = []
+    any_config = _vllm_config(layer, BLOCK_SIZES[0])  # some backends look at it, as in vLLM
     for block_size in BLOCK_SIZES:
         wanted = AttentionSelectorConfig(
             head_size=layer.head_size,
@@ -312,9 +314,10 @@ def _block_size(backend: Any, layer: Layer) -> int:
             has_sink=layer.sinks,
             has_sliding_window=layer.window is not None,
         )
-        found = backend.validate_configuration(
-            device_capability=current_platform.get_device_capability(), **wanted._asdict()
-        )
+        with set_current_vllm_config(any_config):
+            found = backend.validate_configuration(
+                device_capability=current_platform.get_device_capability(), **wanted._asdict()
+            )
         if not found:
             return block_size
         problems = problems or found

@@ -92,11 +92,11 @@ class Engine:
         from vllm.config import set_current_vllm_config
 
         blocks = _Blocks(scenario, self.block_size)
-        if scenario.far:
-            self._allocate_far(blocks)
-        else:
-            self._allocate(blocks, scenario.garbage)
         with set_current_vllm_config(self.config):
+            if scenario.far:
+                self._allocate_far(blocks)
+            else:
+                self._allocate(blocks, scenario.garbage)
             builder = self.backend.get_builder_cls()(
                 self.spec, [PREFIX], self.config, torch.device(self.device)
             )

@@ -197,3 +197,22 @@ def test_a_comparison_of_what_does_not_exist_is_an_error(monkeypatch, text):
     monkeypatch.setenv("VLLM_FL_COMPARE", text)
     with pytest.raises(VllmFLError, match="Did you mean"):
         OpManager().ensure_initialized()
+
+
+def test_differences_are_printed_at_exit(wheels):
+    code = """
+import torch
+from vllm_fl.dispatch import OpImpl, BackendImplKind, bind_op, get_default_manager
+m = get_default_manager(); m.ensure_initialized()
+m.registry.register_impl(OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR,
+                                lambda x: torch.full((1,), 3.0), vendor="acme"))
+m.registry.register_impl(OpImpl("silu_and_mul", "reference.mine", BackendImplKind.REFERENCE,
+                                lambda x: torch.full((1,), 4.0), priority=99))
+bind_op("silu_and_mul")(torch.ones(2))
+"""
+    done = wheels.process(code, VLLM_FL_COMPARE="silu_and_mul=impl:reference.mine")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "silu_and_mul, layer 0: differs from impl:reference.mine by at most 0.25 of the largest "
+        "element (1 absolute) in 1 calls"
+    ) in done.stderr

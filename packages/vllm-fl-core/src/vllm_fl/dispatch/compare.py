@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_fl.dispatch.errors import VllmFLError
+from vllm_fl.dispatch.logging import get_logger
 
 
 class ComparisonError(VllmFLError, ArithmeticError):
@@ -70,6 +71,15 @@ class Comparison:
             return result
 
         return run
+
+    def report(self) -> None:
+        """Log what was found, the largest relative difference first."""
+        for found in sorted(self.differences.values(), key=lambda d: -d.relative):
+            get_logger().info(
+                "%s, layer %d: differs from %s by at most %.3g of the largest element "
+                "(%.3g absolute) in %d calls", found.op_name, found.number,
+                self.yardsticks[found.op_name], found.relative, found.absolute, found.calls,
+            )  # fmt: skip
 
     def _note(self, found: Difference, result: Any, expected: Any) -> None:
         found.calls += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -50,22 +49,10 @@ class Counters:
         for counts in (self.calls, self.declines, self.fallbacks):
             counts.clear()
 
-    def report_at_exit(self) -> None:
-        """Log the counts when this process ends, if there are any.
-
-        Processes that multiprocessing started run its finalizers, and not atexit's functions.
-        """
-        reference = weakref.ref(self)
-
-        def report() -> None:
-            counters = reference()
-            for (op_name, impl_id), calls in sorted(counters.calls.items()) if counters else ():
-                assert counters is not None
-                get_logger().info(
-                    "%s: %s ran %d times, declined %d, fell back %d", op_name, impl_id, calls,
-                    counters.declines[op_name, impl_id], counters.fallbacks[op_name, impl_id],
-                )  # fmt: skip
-
-        from multiprocessing.util import Finalize  # slow to import
-
-        Finalize(None, report, exitpriority=100)
+    def report(self) -> None:
+        """Log the counts, if there are any."""
+        for (op_name, impl_id), calls in sorted(self.calls.items()):
+            get_logger().info(
+                "%s: %s ran %d times, declined %d, fell back %d", op_name, impl_id, calls,
+                self.declines[op_name, impl_id], self.fallbacks[op_name, impl_id],
+            )  # fmt: skip

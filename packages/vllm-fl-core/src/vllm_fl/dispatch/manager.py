@@ -24,6 +24,7 @@ from vllm_fl.dispatch.errors import (
     VllmFLError,
     add_context,
 )
+from vllm_fl.dispatch.exits import at_exit
 from vllm_fl.dispatch.failure import Quarantine, describe_call, may_retry
 from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.dispatch.logging import get_logger
@@ -118,13 +119,14 @@ class OpManager(state.PolicyListener):
     def _read_environment(self) -> None:
         if env.DISPATCH_DEBUG.read():
             self.counters.enabled = True
-            self.counters.report_at_exit()
+            at_exit(self.counters.report)
         yardsticks = env.COMPARE.read()
         for op_name, token in yardsticks.items():
             get_spec(op_name)
             check_token(token)
         if yardsticks:
             self.comparison = Comparison(yardsticks, env.COMPARE_LIMIT.read())
+            at_exit(self.comparison.report)
         path = env.OPLIST.read() or env.FLAGGEMS_OPLIST.read()
         if path is not None:
             self.oplist = OpList(path)

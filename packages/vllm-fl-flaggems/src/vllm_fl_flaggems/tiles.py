@@ -2,7 +2,7 @@
 
 Each choice is a pure function of shapes, written down once; nothing is tuned at run time, so that
 the first call is as good as any and a captured graph never holds a trial.
-``benchmarks/kernels.py --sweep`` times the choice beside its rivals on a GPU.
+``python -m benchmarks.kernels --sweep`` times the choice beside its rivals on a GPU.
 """
 
 from __future__ import annotations

@@ -110,6 +110,18 @@ def test_config_says_where_each_value_came_from(capsys, monkeypatch):
     assert json.loads(output(capsys, "config", "--schema"))["type"] == "object"
 
 
+def test_explain_shows_notes(capsys, impl):
+    get_default_manager().registry.register_impl(impl("vendor.acme", note="a kernel of ours"))
+    get_default_manager().registry.register_impl(impl("vendor.plain"))
+    rows = json.loads(output(capsys, "explain", "silu_and_mul", "--json"))["implementations"]
+    notes = {row["impl_id"]: row["note"] for row in rows}
+    assert notes["vendor.acme"] == "a kernel of ours"
+    assert notes["vendor.plain"] == ""
+    text = output(capsys, "explain", "silu_and_mul")
+    assert "\n\nvendor.acme: a kernel of ours" in text
+    assert "vendor.plain: " not in text
+
+
 def test_explain_a_call(capsys, impl):
     pytest.importorskip("torch")
     get_default_manager().registry.register_impl(

@@ -78,5 +78,22 @@ def test_loading_says_what_is_wrong(reference, message):
         load_object(reference)
 
 
+@pytest.mark.parametrize(
+    ("note", "described"),
+    [
+        ("", ""),
+        ("a kernel: fast", "a kernel: fast"),
+        ("builtins:repr", "'silu_and_mul'"),
+        (
+            "no_such_module:f",
+            "its note cannot be had: BackendLoadError: Cannot import 'no_such_module' (for "
+            "'no_such_module:f'): ModuleNotFoundError: No module named 'no_such_module'",
+        ),
+    ],
+)
+def test_a_note_is_a_text_or_a_function_of_the_operator(impl, note, described):
+    assert impl("vendor.acme", note=note).described() == described
+
+
 def test_loading_finds_nested_names():
     assert load_object("json:JSONDecoder.decode").__qualname__ == "JSONDecoder.decode"

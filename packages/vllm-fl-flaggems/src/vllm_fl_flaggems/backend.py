@@ -12,7 +12,10 @@ _FLOATS = ("float16", "bfloat16", "float32")
 
 def _operator(module: str, name: str, supports: str) -> Implementation:
     return Implementation(
-        f"{_OPS}.{module}:{name}", supports=f"{_OPS}.{module}:{supports}", dtypes=_FLOATS
+        f"{_OPS}.{module}:{name}",
+        supports=f"{_OPS}.{module}:{supports}",
+        dtypes=_FLOATS,
+        note="vllm_fl_flaggems.notes:note",
     )
 
 

@@ -115,6 +115,11 @@ def _explain(arguments: argparse.Namespace) -> str:
             f"Order: {' > '.join(report['order'])}; {mode}.",
             "",
             table(["implementation", "wheel", "decision", "reason"], rows),
+            *(
+                f"\n{row['impl_id']}: {row['note']}"
+                for row in report["implementations"]
+                if row["note"]
+            ),
             *([] if report["chosen"] else ["", f"Nothing runs {arguments.op} under this policy."]),
         )
     )

@@ -57,6 +57,7 @@ class Implementation:
     min_arch: int | None = None
     traceable: bool = True
     in_place: bool = True
+    note: str = ""
 
 
 class Backend:

@@ -34,25 +34,25 @@ def explain(
     policy = state.get_policy()
     ranking = manager.rank(op_name, policy, call)
     order = policy.get_per_op_order(op_name) or policy.get_default_order()
+    decisions = [
+        (
+            impl,
+            "chosen" if place == 0 else f"fall-back {place}",
+            "" if place == 0 else f"outranked by {ranking.order[0].impl_id}",
+        )
+        for place, impl in enumerate(ranking.order)
+    ]
+    decisions += [(impl, "refused", decision.reason) for impl, decision in ranking.rejected]
     rows = [
         {
             "impl_id": impl.impl_id,
             "kind": impl.kind.value,
             "wheel": impl.wheel,
-            "decision": "chosen" if place == 0 else f"fall-back {place}",
-            "reason": "" if place == 0 else f"outranked by {ranking.order[0].impl_id}",
+            "decision": decision,
+            "reason": reason,
+            "note": impl.described(),
         }
-        for place, impl in enumerate(ranking.order)
-    ]
-    rows += [
-        {
-            "impl_id": impl.impl_id,
-            "kind": impl.kind.value,
-            "wheel": impl.wheel,
-            "decision": "refused",
-            "reason": decision.reason,
-        }
-        for impl, decision in ranking.rejected
+        for impl, decision, reason in decisions
     ]
     return {
         "operator": spec.declaration,

@@ -7,6 +7,7 @@ Nothing here imports torch. An implementation may be a callable or the text
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
@@ -66,6 +67,8 @@ class Decision:
 
 YES = Decision(True)
 
+_REFERENCE = re.compile(r"[\w.]+:[\w.]+")
+
 DTYPES = frozenset(
     {
         "bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e4m3fnuz",
@@ -120,6 +123,8 @@ class OpImpl:
         min_arch: lowest device architecture it runs on, as 10 * major + minor (90 for Hopper).
         traceable: torch.compile may trace into it; False means an opaque torch custom op.
         in_place: overwrites donated arguments, so that a call that has failed cannot be retried.
+        note: what it is, for people: a text, or ``"package.module:function"`` that returns one for
+            the operator's name, called when someone asks.
         distribution: name of the wheel it came from, filled in at discovery.
         version: version of that wheel.
     """
@@ -136,6 +141,7 @@ class OpImpl:
     min_arch: int | None = None
     traceable: bool = True
     in_place: bool = True
+    note: str = ""
     distribution: str = ""
     version: str = ""
 
@@ -169,6 +175,15 @@ class OpImpl:
     def load(self) -> Callable[..., Any]:
         """Return the function, importing it if it was given as text."""
         return load_object(self.fn) if isinstance(self.fn, str) else self.fn
+
+    def described(self) -> str:
+        """Return the note, asking the function that it names; a failure is told in its place."""
+        if not _REFERENCE.fullmatch(self.note):
+            return self.note
+        try:
+            return str(load_object(self.note)(self.op_name))
+        except Exception as error:
+            return f"its note cannot be had: {type(error).__name__}: {error}"
 
     def availability(self) -> Decision:
         """Ask whether this implementation can run on this machine; an exception is a no."""

@@ -6,6 +6,7 @@ from vllm_fl.dispatch.backend import Backend, Device, Implementation
 from vllm_fl.dispatch.state import current_device
 from vllm_fl.dispatch.types import BackendImplKind
 from vllm_fl_cuda import nvml
+from vllm_fl_cuda.profile import KERNELS
 
 _OPS = "vllm_fl_cuda.ops"
 _FLOATS = ("float16", "bfloat16", "float32")  # what vLLM's kernels are instantiated for
@@ -42,6 +43,8 @@ class CudaBackend(Backend):
         rank=100,
         arch=nvml.arch,
     )
+
+    kernels = KERNELS
 
     def is_available(self) -> object:
         """Whether there is a GPU, and vLLM does not run on another device of this machine."""

@@ -32,6 +32,15 @@ class FlagGemsBackend(Backend):
         "rotary_embedding": _operator("rotary", "rotary_embedding", "supports"),
     }
 
+    kernels = {
+        "triton:vllm_fl_flaggems.*": ("", "vllm-fl-flaggems"),
+        "triton:vllm_fl_flaggems.kernels.norm": ("rms_norm", "vllm-fl-flaggems"),
+        "triton:vllm_fl_flaggems.kernels.activation": ("gated activation", "vllm-fl-flaggems"),
+        "triton:vllm_fl_flaggems.kernels.rotary": ("rotary_embedding", "vllm-fl-flaggems"),
+        "triton:flag_gems.*": ("", "flag_gems"),
+        "triton:_gen_module_*": ("", "flag_gems"),  # its generated pointwise kernels
+    }
+
     def is_available(self) -> object:
         """Whether Triton is installed, in a tested version, and has a device."""
         return triton_availability()

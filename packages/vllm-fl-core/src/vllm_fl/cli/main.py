@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from vllm_fl.cli import verify
+from vllm_fl.cli import profile, verify
 from vllm_fl.cli.arguments import parse_call
 from vllm_fl.cli.tables import key_values, table
 from vllm_fl.dispatch.config import json_schema
@@ -23,7 +23,11 @@ from vllm_fl.dispatch.state import current_config, current_device, report_unused
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status (0 fine, 1 refused, 2 wrong usage)."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, others = parser.parse_known_args(argv)
+    if others and arguments.run is not profile.run:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    arguments.engine_arguments = others
     status = 0
     try:
         text, status = arguments.run(arguments)
@@ -44,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=text, description=text)
+        added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         added.add_argument("--json", action="store_true", help="print JSON")
         added.set_defaults(run=run)
         return added
@@ -65,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     configured.add_argument("--schema", action="store_true", help="print the JSON Schema")
     report("doctor", _doctor, "Print versions, wheels, configuration and faults, for a report.")
     verify.add_arguments(command("verify", verify.run, verify.DESCRIPTION))
+    profile.add_arguments(command("profile", profile.run, profile.DESCRIPTION))
     return parser
 
 

@@ -73,6 +73,10 @@ class Backend:
         device: the device that the backend brings to vLLM, if any.
         known_failures: cases of the conformance kit (``vllm_fl.testing``) that are known to fail:
             glob over case ids -> reason.
+        kernels: for ``vllm-fl profile``, which kernels the backend brings or knows: glob over the
+            names that torch.profiler shows -> (what the kernel computes, where it comes from). A
+            glob that starts with ``triton:`` is matched against the module of a Triton kernel. An
+            empty first text stands for the kernel's own name. The longest matching glob counts.
     """
 
     name: ClassVar[str]
@@ -82,6 +86,7 @@ class Backend:
     operators: ClassVar[Mapping[str, str | Implementation]] = {}
     device: ClassVar[Device | None] = None
     known_failures: ClassVar[Mapping[str, str]] = {}
+    kernels: ClassVar[Mapping[str, tuple[str, str]]] = {}
 
     def is_available(self) -> object:
         """Whether the backend's operators can run here: a bool, a Decision, or why not as text."""

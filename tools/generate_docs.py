@@ -65,9 +65,10 @@ def operators() -> str:
         )
         lines += ["", f"## {spec.name}", "", f"    {spec.declaration}", "", spec.doc, ""]
         lines += [f"- Donated: {donated or 'nothing'}."]
-        if spec.written:
-            written = [f"`{name}`" for name in spec.signature.parameters if name in spec.written]
-            lines += [f"- Written: {', '.join(written)}."]
+        for label, names in (("Written", spec.written), ("Updated", spec.updated)):
+            if names:
+                ordered = [f"`{name}`" for name in spec.signature.parameters if name in names]
+                lines += [f"- {label}: {', '.join(ordered)}."]
         lines += [f"- Tolerances: {tolerances}."]
     return NOTE + "\n".join(lines) + "\n"
 

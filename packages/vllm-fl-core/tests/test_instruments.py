@@ -9,6 +9,7 @@ import pytest
 
 from vllm_fl.dispatch import OpManager, VllmFLError, env, with_denied_vendors
 from vllm_fl.dispatch.compare import Comparison, ComparisonError
+from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.oplist import OpList, write_atomically
 
 torch = pytest.importorskip("torch")
@@ -54,6 +55,29 @@ def test_a_limit_stops_the_run_and_nothing_falls_back(off_by):
     with pytest.raises(ComparisonError, match=r"silu_and_mul in layer 0 differs from reference by"):
         handle(torch.tensor([1.0]))
     assert manager.get_failed_impls() == {}
+
+
+def test_what_an_operator_writes_is_compared(manager, impl):
+    def sums(input, output):
+        output.copy_(input.sum(1))
+
+    def doubles(input, output):
+        output.copy_(2 * input.sum(1))
+
+    manager.registry.register_many(
+        [impl("default.flagos", doubles, op_name="moe_sum"),
+            impl("reference.torch", sums, op_name="moe_sum"),]
+    )
+    manager.comparison = Comparison({"moe_sum": "reference"}, None)
+    output = torch.zeros(2, 4)
+    manager.bind("moe_sum")(torch.ones(2, 3, 4), output)
+    assert output.unique().tolist() == [6.0]
+    assert manager.comparison.differences["moe_sum", 0].absolute == 3.0
+
+
+def test_caches_are_not_copied_to_compare():
+    with pytest.raises(ConfigError, match="updates key_cache, value_cache in place"):
+        Comparison({"reshape_and_cache_flash": "reference"}, None)
 
 
 def test_nan_is_an_infinite_difference_and_nothing_is_none(off_by):

@@ -23,6 +23,7 @@ class ReferenceBackend(Backend):
         "rms_norm": Implementation(f"{_OPS}.norm:rms_norm", in_place=False),
         "gemma_rms_norm": f"{_OPS}.norm:gemma_rms_norm",
         "rotary_embedding": Implementation(f"{_OPS}.rotary:rotary_embedding", in_place=False),
+        "reshape_and_cache_flash": f"{_OPS}.cache:reshape_and_cache_flash",
         "topk_softmax": f"{_OPS}.routing:topk_softmax",
         "grouped_topk": f"{_OPS}.routing:grouped_topk",
         "moe_align_block_size": f"{_OPS}.moe:moe_align_block_size",

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_fl.dispatch.errors import VllmFLError
+from vllm_fl.dispatch.errors import ConfigError, VllmFLError
 from vllm_fl.dispatch.logging import get_logger
+from vllm_fl.dispatch.ops import get_spec
 
 
 class ComparisonError(VllmFLError, ArithmeticError):
@@ -43,9 +44,19 @@ class Comparison:
 
     Attributes:
         differences: (operator, layer number) -> the largest differences.
+
+    Raises:
+        ConfigError: an operator updates its arguments, which are too large to copy.
     """
 
     def __init__(self, yardsticks: Mapping[str, str], limit: float | None) -> None:
+        for op_name in yardsticks:
+            updated = ", ".join(sorted(get_spec(op_name).updated))
+            if updated:
+                raise ConfigError(
+                    f"{op_name} cannot be compared: it updates {updated} in place, and a copy "
+                    f"would take as much memory again. Leave it out."
+                )
         self.yardsticks = yardsticks
         self.limit = limit
         self.differences: dict[tuple[str, int], Difference] = {}
@@ -55,6 +66,7 @@ class Comparison:
     ) -> Callable[..., Any]:
         """Return ``fn`` with each result compared; the yardstick runs on copies of the inputs."""
         found = self.differences.setdefault((op_name, number), Difference(op_name, number))
+        spec = get_spec(op_name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             copies = [_copy(value) for value in args]
@@ -62,12 +74,13 @@ class Comparison:
             result = fn(*args, **kwargs)
             try:
                 expected = yardstick(*copies, **named_copies)
+                written = spec.outputs(args, kwargs), spec.outputs(tuple(copies), named_copies)
             except Exception as error:
                 raise ComparisonError(
                     f"{op_name} cannot be compared with {self.yardsticks[op_name]}, which raised "
                     f"{type(error).__name__}: {error}"
                 ) from error
-            self._note(found, result, expected)
+            self._note(found, (result, *written[0]), (expected, *written[1]))
             return result
 
         return run
@@ -100,9 +113,11 @@ def _copy(value: Any) -> Any:
 
 
 def _tensors(result: Any) -> Iterator[Any]:
-    for value in result if isinstance(result, (tuple, list)) else (result,):
-        if hasattr(value, "dtype"):
-            yield value
+    if isinstance(result, (tuple, list)):
+        for value in result:
+            yield from _tensors(value)
+    elif hasattr(result, "dtype"):
+        yield result
 
 
 def _difference(ours: Any, theirs: Any) -> tuple[float, float]:

@@ -4,7 +4,8 @@ The stub's signature is the contract that every implementation must accept, its 
 documentation; tables, tests and signature checks are made from here. Shapes: T tokens, H heads,
 D head size. "Donated" means that an implementation may overwrite the argument's storage (and
 return it), so the caller must not read the argument afterwards. "Written" arguments are outputs:
-an implementation fills them whole, whatever they held.
+an implementation fills them whole, whatever they held. "Updated" arguments are state: an
+implementation changes the part that the other arguments name, and nothing else of them.
 """
 
 # mypy: disable-error-code="empty-body"
@@ -35,6 +36,8 @@ class OpSpec:
         donated_when: the parameters are donated only in calls where this one is not None.
         written: parameters that are outputs. What they hold before a call does not matter, so
             that a call that has failed may be repeated on them.
+        updated: parameters of which a call changes a part, in place. What that part held before
+            does not matter, so that a call that has failed may be repeated here, too.
         tolerances: per dtype name, (rtol, atol) against a float64 oracle.
     """
 
@@ -44,6 +47,7 @@ class OpSpec:
     donated: frozenset[str] = frozenset()
     donated_when: str | None = None
     written: frozenset[str] = frozenset()
+    updated: frozenset[str] = frozenset()
     tolerances: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -76,11 +80,12 @@ class OpSpec:
         return any(bound.get(name) is not None for name in self.donated)
 
     def outputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """Return the arguments of a call that it writes, in the order of the signature."""
-        if not self.written:
+        """Return the arguments that a call writes or updates, in the order of the signature."""
+        names = self.written | self.updated
+        if not names:
             return ()
         bound = self.signature.bind(*args, **kwargs).arguments
-        return tuple(value for name, value in bound.items() if name in self.written)
+        return tuple(value for name, value in bound.items() if name in names)
 
     def check(self, fn: Callable[..., Any], owner: str) -> None:
         """Check that ``fn`` can be called as this operator.
@@ -148,6 +153,7 @@ def _operator(
     donated: tuple[str, ...] = (),
     donated_when: str | None = None,
     written: tuple[str, ...] = (),
+    updated: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def declare(stub: Callable[..., Any]) -> Callable[..., Any]:
         name = stub.__name__
@@ -158,6 +164,7 @@ def _operator(
             donated=frozenset(donated),
             donated_when=donated_when,
             written=frozenset(written),
+            updated=frozenset(updated),
             tolerances=_FLOAT_TOLERANCES,
         )
         return stub
@@ -236,6 +243,23 @@ def attention_backend(use_mla: bool = False, use_sparse: bool = False) -> str:
     Called once a layer group when the model is built; the class is a subclass of vLLM's
     ``AttentionBackend`` whose ``validate_configuration`` refuses, with reasons, what it cannot do.
     Source: vLLM ``Platform.get_attn_backend_cls``.
+    """
+
+
+@_operator(updated=("key_cache", "value_cache"))
+def reshape_and_cache_flash(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Write the keys and values of new tokens into their slots of the paged cache.
+
+    key [T', Hk, D] and value [T', Hk, Dv], fp32/fp16/bf16, any strides with a contiguous last
+    dimension. Updated: key_cache [blocks, block_size, Hk, D] and value_cache
+    [blocks, block_size, Hk, Dv] of the same dtype, views with any strides over blocks, positions
+    and heads and a contiguous last dimension (heads may lie inside or outside positions, and both
+    may be slices of one tensor). slot_mapping [T] int64, T <= T': token t goes to block
+    slot // block_size, position slot % block_size; -1 is padding and is skipped, as are the rows
+    of key and value from T on. No slot occurs twice. Values are copied bit by bit, and nothing
+    else of the caches changes. Source: vLLM ``reshape_and_cache_flash``.
     """
 
 

@@ -84,14 +84,14 @@ class Subject:
             arguments: all of them, in the order of the operator's signature.
 
         Returns:
-            The results, also a single one, as a tuple, then the arguments that it writes.
+            The results, also a single one, as a tuple, then what it writes or updates.
         """
         result = self.fn(*arguments.values())
         synchronize(self.device)
         return self.results(result, arguments)
 
     def results(self, result: Any, arguments: Arguments) -> tuple[Tensor | None, ...]:
-        """Return what a call has returned and what it has written as one tuple."""
+        """Return what a call has returned and what it has written or updated as one tuple."""
         returned = result if isinstance(result, tuple) else (result,)
         return (*returned, *self.spec.outputs(tuple(arguments.values()), {}))
 
@@ -126,8 +126,8 @@ def synchronize(device: str) -> None:
 
 
 def writable(spec: OpSpec, arguments: Arguments) -> list[Tensor]:
-    """Return the arguments whose storage this call may overwrite: the donated and the written."""
-    names = set(spec.written)
+    """Return the arguments whose storage this call may change: donated, written and updated."""
+    names = set(spec.written | spec.updated)
     if spec.donates(tuple(arguments.values()), {}):
         names |= spec.donated
     return [arguments[name] for name in names if arguments[name] is not None]

@@ -47,6 +47,8 @@ def test_the_operators() -> None:
         "rms_norm",
         "gemma_rms_norm",
         "rotary_embedding",
+        "reshape_and_cache_flash",
+        "attention_backend",
     }
 
 

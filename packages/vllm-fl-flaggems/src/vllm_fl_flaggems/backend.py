@@ -30,6 +30,10 @@ class FlagGemsBackend(Backend):
         "rms_norm": _operator("norm", "rms_norm", "supports"),
         "gemma_rms_norm": _operator("norm", "gemma_rms_norm", "supports"),
         "rotary_embedding": _operator("rotary", "rotary_embedding", "supports"),
+        "reshape_and_cache_flash": _operator("cache", "reshape_and_cache_flash", "supports"),
+        "attention_backend": Implementation(
+            f"{_OPS}.attention:attention_backend", supports=f"{_OPS}.attention:supports"
+        ),
     }
 
     kernels = {

@@ -17,6 +17,9 @@ MAX_ROW = 32768
 _WARP = 32
 _VECTOR = 8  # 16-bit elements in the 16 bytes that a thread moves at once
 _BUSY = 132  # programs that occupy every multiprocessor of an H200 once
+_SHARED = 227 * 1024  # bytes of shared memory that a program can have on an H200
+_MOST_SPLITS = 64  # parts of a request; more cost more to join than they hide
+_LEAST_KEYS = 128  # keys of a part, if the request is as long as it can be
 _ENOUGH = 2048  # elements that keep a program's threads busy
 
 
@@ -65,6 +68,53 @@ class RotaryTile:
     warps: int
 
 
+@dataclass(frozen=True)
+class CacheTile:
+    """Heads of one token, key and value.
+
+    Attributes:
+        heads: heads of a program, a power of two.
+        warps: warps of a program.
+    """
+
+    heads: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class AttentionTile:
+    """Rows of queries, and the keys that they meet at a time.
+
+    Attributes:
+        block_m: rows, a row being one query head of one token.
+        block_n: keys, a power of two.
+        block_d: channels of a head, rounded up to a power of two.
+        warps: warps of a program.
+        stages: tiles of keys and values that are loaded ahead, with the one in use.
+    """
+
+    block_m: int
+    block_n: int
+    block_d: int
+    warps: int
+    stages: int
+
+    def tokens(self, group: int) -> int:
+        """Return the query tokens of a program, of ``group`` heads to a key/value head."""
+        return self.block_m // min(group, self.block_m)
+
+
+@dataclass(frozen=True)
+class DecodeTile(AttentionTile):
+    """As above, for few query tokens.
+
+    Attributes:
+        splits: parts that the keys of a request are split into.
+    """
+
+    splits: int = 1
+
+
 def power_of_2(n: int) -> int:
     """Return the smallest power of two that is not below ``n``."""
     return 1 << max(n - 1, 0).bit_length()
@@ -106,6 +156,56 @@ def rotary_tile(heads: int, half: int) -> RotaryTile:
     return RotaryTile((4 if heads >= 4 * _BUSY * of_a_warp else 2) * of_a_warp, 4)
 
 
+@functools.cache
+def cache_tile(kv_heads: int, size: int) -> CacheTile:
+    """Choose the tile for tokens of ``kv_heads`` heads with ``size`` channels."""
+    heads = max(1, min(power_of_2(kv_heads), 4096 // power_of_2(size)))
+    warps = heads * power_of_2(size) // (_WARP * _VECTOR)
+    return CacheTile(heads, max(1, min(8, warps)))
+
+
+@functools.cache
+def prefill_tile(size: int, itemsize: int, rows: int) -> AttentionTile:
+    """Choose the tile for heads of ``size`` channels of ``itemsize`` bytes.
+
+    Args:
+        size: channels of a head.
+        itemsize: bytes of an element.
+        rows: of the longest request: its query tokens times the heads of a group, or an upper
+            bound.
+    """
+    block_d = max(16, power_of_2(size))
+    if itemsize == 4:
+        return AttentionTile(32, 32, block_d, 4, 1)
+    if rows <= 64:
+        return AttentionTile(64, 64 if block_d <= 128 else 32, block_d, 4, 3)
+    if block_d <= 128:
+        return AttentionTile(128, 64, block_d, 8, 3)
+    return AttentionTile(128, 64, block_d, 8, 2)
+
+
+@functools.cache
+def decode_tile(
+    size: int, itemsize: int, rows: int, programs: int, longest: int
+) -> DecodeTile:
+    """Choose the tile for few query tokens of heads of ``size`` channels of ``itemsize`` bytes.
+
+    Args:
+        size: channels of a head.
+        itemsize: bytes of an element.
+        rows: query tokens of a request times the heads of a group.
+        programs: requests times key/value heads.
+        longest: tokens that a request can have at all. Lengths have no say: a captured graph
+            meets others than those it was captured with.
+    """
+    block_d = max(16, power_of_2(size))
+    block_m = min(64, max(16, power_of_2(rows)))
+    block_n = max(16, min(64, 16384 // (block_d * itemsize)))
+    wanted = 8 * _BUSY // max(programs, 1)
+    splits = max(1, min(wanted, _MOST_SPLITS, longest // _LEAST_KEYS))
+    return DecodeTile(block_m, block_n, block_d, 4, 1 if itemsize == 4 else 3, splits)
+
+
 def activation_rivals(d: int) -> Iterator[ActivationTile]:
     """Yield every tile worth timing for output rows of ``d`` elements."""
     for block in (256, 512, 1024, 2048, 4096):
@@ -113,6 +213,38 @@ def activation_rivals(d: int) -> Iterator[ActivationTile]:
             if block <= power_of_2(d) and _VECTOR <= block // (_WARP * warps) <= 4 * _VECTOR:
                 yield ActivationTile(block, warps)
                 yield ActivationTile(block, warps, "evict_first")
+
+
+def cache_rivals(kv_heads: int, size: int) -> Iterator[CacheTile]:
+    """Yield every tile worth timing for tokens of ``kv_heads`` heads with ``size`` channels."""
+    for heads in (1, 2, 4, 8, 16, 32):
+        for warps in (1, 2, 4, 8):
+            values = heads * power_of_2(size) // (_WARP * warps)
+            if heads <= power_of_2(kv_heads) and _VECTOR // 2 <= values <= 4 * _VECTOR:
+                yield CacheTile(heads, warps)
+
+
+def prefill_rivals(size: int) -> Iterator[AttentionTile]:
+    """Yield every tile worth timing for prefill with 16-bit heads of ``size`` channels."""
+    block_d = max(16, power_of_2(size))
+    for block_m, warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
+        for block_n in (32, 64, 128):
+            for stages in (2, 3, 4):
+                memory = 2 * block_d * (block_m + 2 * stages * block_n)
+                if memory <= _SHARED and block_m * block_d // (_WARP * warps) <= 128:
+                    yield AttentionTile(block_m, block_n, block_d, warps, stages)
+
+
+def decode_rivals(size: int, rows: int) -> Iterator[DecodeTile]:
+    """Yield every tile worth timing for decoding with 16-bit heads of ``size`` channels."""
+    block_d = max(16, power_of_2(size))
+    block_m = min(64, max(16, power_of_2(rows)))
+    for block_n in (16, 32, 64, 128):
+        for warps in (2, 4, 8):
+            for stages in (2, 3, 4):
+                if 2 * block_d * 2 * stages * block_n <= _SHARED // 2:
+                    for splits in (1, 2, 3, 4, 6, 8, 16, 32, 64):
+                        yield DecodeTile(block_m, block_n, block_d, warps, stages, splits)
 
 
 def norm_rivals(n: int) -> Iterator[NormTile]:

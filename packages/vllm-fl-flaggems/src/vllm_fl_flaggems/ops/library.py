@@ -1,7 +1,8 @@
 """The torch library ``vllm_fl_flaggems``: what torch.compile sees of the operators.
 
-Every operator is functional: it returns new tensors and changes no argument, so its schema has no
-aliases and nothing has to be made functional or put back in place.
+Every operator but the write into the paged cache is functional: it returns new tensors and changes
+no argument, so its schema has no aliases and nothing has to be made functional or put back in
+place.
 """
 
 from __future__ import annotations

@@ -137,6 +137,35 @@ def rotary_embedding(
         values[..., two] = (b * cos + a * sin).to(x.dtype)
 
 
+def reshape_and_cache_flash(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    kv_cache_dtype: str,
+    k_scale: Tensor,
+    v_scale: Tensor,
+) -> None:
+    assert kv_cache_dtype == "auto"
+    assert k_scale.dtype == v_scale.dtype == torch.float32
+    assert k_scale.tolist() == v_scale.tolist() == [1.0]
+    assert key_cache.stride(0) == value_cache.stride(0)
+    tokens = slot_mapping.shape[0]
+    assert tokens, "a launch with an empty grid"
+    _, heads, size = key.shape
+    blocks, block_size = key_cache.shape[:2]
+    strides = (*key_cache.stride()[:3], 1)
+    written = (slot_mapping.as_strided((tokens,), (1,)) >= 0).nonzero().flatten()
+    slots = slot_mapping[written]
+    place = (slots // block_size, slots % block_size)
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        aligned(new, size, 16)
+        aligned(cache, size, 16)
+        rows = new.as_strided((tokens, heads, size), (new.stride(0), size, 1))
+        cache.as_strided((blocks, block_size, heads, size), strides)[place] = rows[written]
+
+
 KERNELS = {
     function.__name__: function
     for function in (
@@ -144,14 +173,17 @@ KERNELS = {
         rotary_embedding,
     )
 }  # fmt: skip
+CACHE_KERNELS = {reshape_and_cache_flash.__name__: reshape_and_cache_flash}
 
 
 _libraries: list[torch.library.Library] = []  # the operators live as long as these
 
 
-def declare(kernel: Callable[..., object], *names: str, key: str) -> None:
+def declare(
+    kernel: Callable[..., object], *names: str, key: str, namespace: str = "_C"
+) -> None:
     """Declare operators of vLLM's library, computed by ``kernel``, for torch's dispatch ``key``."""
-    library = torch.library.Library("_C", "FRAGMENT")
+    library = torch.library.Library(namespace, "FRAGMENT")
     _libraries.append(library)
     for name, schema in schemas(list(names)).items():
         library.define(schema)
@@ -163,6 +195,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
     if not _libraries:
         for name, kernel in KERNELS.items():
             declare(kernel, name, key="CPU")
+        for name, kernel in CACHE_KERNELS.items():
+            declare(kernel, name, key="CPU", namespace="_C_cache_ops")
 
     from vllm_fl.dispatch.device import DeviceChoice
     from vllm_fl.dispatch.types import YES

@@ -63,7 +63,8 @@ def test_the_conformance_kit_passes(tmp_path):
 
 def test_every_operator_of_the_wheel_has_an_emulated_kernel():
     (record,) = [b for b in get_discovered_plugins() if b.name == "cuda"]
-    assert set(record.backend.operators) - {"attention_backend"} <= set(emulated.KERNELS)
+    emulators = {*emulated.KERNELS, *emulated.CACHE_KERNELS}
+    assert set(record.backend.operators) - {"attention_backend"} <= emulators
 
 
 def test_the_real_schema_refuses_another_order_of_arguments():
@@ -113,6 +114,49 @@ def test_what_rotary_takes(arguments, reason):
 
     answer = rotary_embedding_supports(*arguments)
     assert answer is True if reason is True else reason in answer
+
+
+def cache_arguments(**changed):
+    whole = torch.randn(4, 16, 2, 128).bfloat16()
+    packed = torch.randn(5, 3 * 128).bfloat16()
+    arguments = {
+        "key": packed[:, 128:256].view(5, 2, 64),
+        "value": packed[:, 256:].view(5, 2, 64),
+        "key_cache": whole[..., :64],
+        "value_cache": whole[..., 64:],
+        "slot_mapping": torch.tensor([3, -1, 63, 0]),
+    }
+    return [changed[name](x) if name in changed else x for name, x in arguments.items()]
+
+
+def test_the_cache_write_takes_views_of_one_cache():
+    from vllm_fl_cuda.ops.cache import reshape_and_cache_flash, reshape_and_cache_flash_supports
+
+    key, value, key_cache, value_cache, slots = arguments = cache_arguments()
+    assert reshape_and_cache_flash_supports(*arguments) is True
+    before = key_cache.clone()
+    reshape_and_cache_flash(*arguments)
+    assert torch.equal(key_cache[0, 3], key[0])
+    assert torch.equal(value_cache[3, 15], value[2])
+    before[0, 3], before[3, 15], before[0, 0] = key[0], key[2], key[3]
+    assert torch.equal(key_cache, before)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"value": lambda x: x[..., :32]}, "differ in shape"),
+        ({"key_cache": lambda x: x.half()}, "not torch.bfloat16"),
+        ({"value_cache": torch.clone}, "differ in their strides"),
+        ({"slot_mapping": lambda x: x.int()}, "contiguous int64"),
+        ({"slot_mapping": lambda x: x[:0]}, "no tokens"),
+        ({"key": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)}, "not contiguous"),
+    ],
+)
+def test_what_the_cache_write_takes(changed, reason):
+    from vllm_fl_cuda.ops.cache import reshape_and_cache_flash_supports
+
+    assert reason in reshape_and_cache_flash_supports(*cache_arguments(**changed))
 
 
 def test_fused_norm_writes_over_the_donated_arguments():

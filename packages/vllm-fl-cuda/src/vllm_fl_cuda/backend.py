@@ -30,6 +30,7 @@ class CudaBackend(Backend):
         "gelu_and_mul": _kernel("activation", "gelu_and_mul"),
         "rms_norm": _kernel("norm", "rms_norm"),
         "rotary_embedding": _kernel("rotary", "rotary_embedding"),
+        "reshape_and_cache_flash": _kernel("cache", "reshape_and_cache_flash"),
         "attention_backend": Implementation(
             f"{_OPS}.attention:attention_backend",
             supports=f"{_OPS}.attention:attention_backend_supports",

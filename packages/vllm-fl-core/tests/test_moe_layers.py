@@ -86,6 +86,7 @@ def test_vllm_s_own_method_still_cannot_run_on_this_platform():
         ({"activation": MoEActivation.SWIGLUOAI}, "need the activation 'swigluoai'"),
         ({"activation": MoEActivation.GELU_TANH}, "need the activation 'gelu_tanh'"),
         ({"swiglu_limit": 7.0}, "need a limit on the activation"),
+        ({"moe_backend": "triton"}, "need the kernel of --moe-backend triton"),
     ],
 )
 def test_what_the_operator_does_not_have_is_refused_with_the_reason(change, reason):

@@ -11,25 +11,25 @@ here either, and what the kernel takes for granted is asserted.
 from __future__ import annotations
 
 import importlib.util
+import inspect
+import itertools
 import math
 import mmap
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-LIBRARY = "_C_stable_libtorch.abi3.so"
-
-
-def schemas(names: list[str]) -> dict[str, str]:
+def schemas(names: list[str], namespace: str) -> dict[str, str]:
     """Return operator -> its schema, read out of the installed vLLM's library."""
     spec = importlib.util.find_spec("vllm")
-    folder = Path(spec.origin).parent
-    with (folder / LIBRARY).open("rb") as file:
+    library = Path(spec.origin).parent / f"{namespace}_stable_libtorch.abi3.so"
+    with library.open("rb") as file:
         text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         found = {}
         for name in names:
@@ -69,7 +69,7 @@ def gelu_tanh_and_mul(out: Tensor, input: Tensor) -> None:
 
 def scaled(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
     unit = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + epsilon)
-    return unit if weight is None else unit.to(x.dtype) * weight
+    return unit if weight is None else unit * weight.float()
 
 
 def rms_norm(result: Tensor, input: Tensor, weight: Tensor | None, epsilon: float) -> None:
@@ -166,6 +166,148 @@ def reshape_and_cache_flash(
         cache.as_strided((blocks, block_size, heads, size), strides)[place] = rows[written]
 
 
+def topk_softmax(
+    topk_weights: Tensor,
+    topk_indices: Tensor,
+    token_expert_indices: Tensor,
+    gating_output: Tensor,
+    renormalize: bool,
+    bias: Tensor | None = None,
+    is_padding: Tensor | None = None,
+) -> None:
+    assert bias is None
+    assert is_padding is None
+    tokens, experts = gating_output.shape
+    k = topk_weights.shape[1]
+    assert tokens, "a launch with an empty grid"
+    assert gating_output.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    assert topk_weights.dtype == torch.float32
+    assert topk_indices.dtype in (torch.int32, torch.int64)
+    assert token_expert_indices.dtype == torch.int32
+    for x in (topk_weights, topk_indices, token_expert_indices):
+        assert x.is_contiguous()
+    aligned(gating_output.as_strided((1, experts), (experts, 1)), experts, 16)
+    rows = gating_output.as_strided((tokens, experts), (experts, 1)).float().softmax(-1)
+    weights, indices = rows.sort(dim=-1, descending=True, stable=True)
+    weights, indices = weights[:, :k], indices[:, :k]
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    topk_weights.copy_(weights)
+    topk_indices.copy_(indices)
+    token_expert_indices.copy_(torch.arange(k) * tokens + torch.arange(tokens)[:, None])
+
+
+def grouped_topk(
+    scores: Tensor,
+    n_group: int,
+    topk_group: int,
+    topk: int,
+    renormalize: bool,
+    routed_scaling_factor: float,
+    bias: Tensor,
+    scoring_func: int,
+) -> tuple[Tensor, Tensor]:
+    tokens, experts = scores.shape
+    assert tokens, "a launch with an empty grid"
+    assert experts % n_group == 0
+    assert n_group <= 32
+    assert topk <= min(32, topk_group * experts // n_group)
+    plain = scores.as_strided((tokens, experts), (experts, 1)).float()
+    plain = plain.sigmoid() if scoring_func == 1 else plain
+    chosen_by = plain + bias.as_strided((experts,), (1,)).float()
+    groups = chosen_by.unflatten(1, (n_group, -1))
+    ranks = groups.topk(2, dim=-1)[0].sum(-1).sort(dim=-1, descending=True, stable=True)[1]
+    allowed = torch.full_like(groups, -torch.inf)
+    kept = ranks[:, :topk_group, None].expand(-1, -1, groups.shape[2])
+    allowed = allowed.scatter(1, kept, groups.gather(1, kept)).flatten(1)
+    indices = allowed.sort(dim=-1, descending=True, stable=True)[1][:, :topk]
+    weights = plain.gather(1, indices)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * routed_scaling_factor, indices.int()
+
+
+def moe_align_block_size(
+    topk_ids: Tensor,
+    num_experts: int,
+    block_size: int,
+    sorted_token_ids: Tensor,
+    experts_ids: Tensor,
+    num_tokens_post_pad: Tensor,
+    maybe_expert_map: Tensor | None,
+    scatter_idx: Tensor | None = None,
+) -> None:
+    assert (num_experts + 31) // 32 * 32 < 1024
+    assert topk_ids.numel(), "a launch with an empty grid"
+    ids = topk_ids.as_strided((topk_ids.numel(),), (1,)).tolist()
+    assert min(ids) >= 0, "an address before the counters"
+    members: dict[int, list[int]] = {}
+    for position, expert in enumerate(ids):
+        if expert < num_experts:
+            own = expert if maybe_expert_map is None else int(maybe_expert_map[expert])
+            if own >= 0:
+                members.setdefault(own, []).append(position)
+    sorted_token_ids.fill_(len(ids))
+    experts_ids.fill_(0)  # which the kernel writes where there is no block
+    end = 0
+    for expert, positions in sorted(members.items()):
+        sorted_token_ids[end : end + len(positions)] = torch.tensor(positions)
+        blocks = -(-len(positions) // block_size)
+        experts_ids[end // block_size : end // block_size + blocks] = expert
+        end += blocks * block_size
+    num_tokens_post_pad.fill_(end)
+
+
+def moe_sum(
+    input: Tensor, output: Tensor, topk_ids: Tensor | None = None, expert_map: Tensor | None = None
+) -> None:
+    assert topk_ids is None
+    assert expert_map is None
+    tokens, k, width = input.shape
+    assert tokens, "a launch with an empty grid"
+    for x in (input, output):
+        aligned(x.as_strided((1, width), (width, 1)), width, 16)
+    rows = input.as_strided(input.shape, (k * width, width, 1)).float()
+    output.as_strided(output.shape, (width, 1)).copy_(rows.sum(1))
+
+
+def fused_experts(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Stand in for vLLM's ``fused_experts_impl``, which launches Triton kernels."""
+    signature = inspect.signature(original)
+
+    def computed(*arguments: Any, **keywords: Any) -> Tensor:
+        given = signature.bind(*arguments, **keywords)
+        given.apply_defaults()
+        call = given.arguments
+        x, ids = call["hidden_states"], call["topk_ids"]
+        weights, expert_map = call["topk_weights"], call["expert_map"]
+        assert x.numel(), "a launch with an empty grid"
+        for tensor in (x, ids, weights):
+            assert tensor.is_contiguous()
+        experts = call["global_num_experts"]
+        assert 0 <= int(ids.min()) <= int(ids.max()) < experts, "a choice that nothing computes"
+        local = ids.long() if expert_map is None else expert_map[ids.long()].long()
+        act = {"silu": functional.silu, "gelu": functional.gelu}[call["activation"]]
+        result = torch.zeros_like(x, dtype=torch.float32)
+        for token, choice in itertools.product(range(len(x)), range(ids.shape[1])):
+            expert, weight = int(local[token, choice]), float(weights[token, choice])
+            if expert < 0:
+                continue
+            on_input = call["apply_router_weight_on_input"]
+            both = call["w1"][expert].float() @ x[token].float() * (weight if on_input else 1.0)
+            gate, up = both.to(x.dtype).chunk(2)
+            inner = (act(gate.float()).to(x.dtype) * up).float()
+            out = call["w2"][expert].float() @ inner * (1.0 if on_input else weight)
+            result[token] += out.to(x.dtype)
+        return result.to(x.dtype)
+
+    return computed
+
+
+MOE_KERNELS = {
+    function.__name__: function
+    for function in (topk_softmax, grouped_topk, moe_align_block_size, moe_sum)
+}
 KERNELS = {
     function.__name__: function
     for function in (
@@ -185,7 +327,7 @@ def declare(
     """Declare operators of vLLM's library, computed by ``kernel``, for torch's dispatch ``key``."""
     library = torch.library.Library(namespace, "FRAGMENT")
     _libraries.append(library)
-    for name, schema in schemas(list(names)).items():
+    for name, schema in schemas(list(names), namespace).items():
         library.define(schema)
         library.impl(name, kernel, key)
 
@@ -197,6 +339,8 @@ def install(patch: pytest.MonkeyPatch) -> None:
             declare(kernel, name, key="CPU")
         for name, kernel in CACHE_KERNELS.items():
             declare(kernel, name, key="CPU", namespace="_C_cache_ops")
+        for name, kernel in MOE_KERNELS.items():
+            declare(kernel, name, key="CPU", namespace="_moe_C")
 
     from vllm_fl.dispatch.device import DeviceChoice
     from vllm_fl.dispatch.types import YES
@@ -207,9 +351,17 @@ def install(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(layout, "DEVICE", "cpu")
 
 
+def emulate_experts(patch: pytest.MonkeyPatch) -> None:
+    """Put :func:`fused_experts` in place; this imports vLLM's layers."""
+    from vllm.model_executor.layers.fused_moe import fused_moe
+
+    patch.setattr(fused_moe, "fused_experts_impl", fused_experts(fused_moe.fused_experts_impl))
+
+
 def pytest_configure() -> None:
     """Install, when pytest loads this as a plug-in."""
     install(pytest.MonkeyPatch())
+    emulate_experts(pytest.MonkeyPatch())
 
 
 def register_builtins(registry: object) -> None:

@@ -25,6 +25,7 @@ def ops():
     patch = pytest.MonkeyPatch()
     patch.setenv("VLLM_FL_PLATFORM", "reference")
     emulated.install(patch)
+    emulated.emulate_experts(patch)
     yield
     patch.undo()
 
@@ -63,8 +64,13 @@ def test_the_conformance_kit_passes(tmp_path):
 
 def test_every_operator_of_the_wheel_has_an_emulated_kernel():
     (record,) = [b for b in get_discovered_plugins() if b.name == "cuda"]
-    emulators = {*emulated.KERNELS, *emulated.CACHE_KERNELS}
-    assert set(record.backend.operators) - {"attention_backend"} <= emulators
+    emulations = {
+        *emulated.KERNELS,
+        *emulated.CACHE_KERNELS,
+        *emulated.MOE_KERNELS,
+        "fused_experts",
+    }
+    assert set(record.backend.operators) - {"attention_backend"} <= emulations
 
 
 def test_the_real_schema_refuses_another_order_of_arguments():

@@ -78,6 +78,73 @@ def test_a_dispatched_layer_takes_forward_cuda_and_keeps_its_name():
     assert found == ["RMSNormFL.forward_cuda", "rms_norm", ["RMSNorm"]]
 
 
+EXPERTS = """
+import pathlib, tempfile
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.forward_context import set_forward_context
+from vllm_fl.integration.plugin import install_layers
+install_layers()
+from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm_fl.dispatch.default import get_default_manager
+from vllm_fl.dispatch.report import operator_table
+
+torch.manual_seed(0)
+config = VllmConfig()
+manager = get_default_manager()
+manager.count_calls()
+with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
+    store = pathlib.Path(folder, "store").as_uri()
+    init_distributed_environment(1, 0, store, 0, backend="gloo")
+    initialize_model_parallel()
+    runner = FusedMoE(
+        num_experts=8, top_k=2, hidden_size=32, intermediate_size=16, params_dtype=torch.float32,
+        renormalize=True, prefix="experts", **{arguments},
+    )
+    experts = runner.routed_experts
+    method = experts.quant_method
+    for weight in (experts.w13_weight, experts.w2_weight):
+        weight.data.normal_(std=0.2)
+    before = experts.w13_weight.data.clone(), experts.w2_weight.data.clone()
+    method.process_weights_after_loading(experts)
+    runner.maybe_init_modular_kernel()
+    x, logits = torch.randn(5, 32), torch.randn(5, 8)
+    with set_forward_context(None, config):
+        out = runner._forward_impl(x, logits, None, None)
+weights, ids = logits.softmax(-1).topk(2)
+weights /= weights.sum(-1, keepdim=True)
+expected = torch.zeros_like(x)
+for token in range(5):
+    for weight, expert in zip(weights[token], ids[token]):
+        gate, up = (before[0][expert] @ x[token]).chunk(2)
+        expected[token] += weight * (before[1][expert] @ (torch.nn.functional.silu(gate) * up))
+torch.testing.assert_close(out, expected)
+print(json.dumps({{
+    "classes": [type(runner).__name__, type(runner.router).__name__,
+                type(experts.quant_method).__name__],
+    "kept": [torch.equal(experts.w13_weight, before[0]), torch.equal(experts.w2_weight, before[1])],
+    "calls": {{row["op"]: row["implementation"] for row in operator_table(manager) if row["calls"]}},
+}}))
+"""
+
+
+def test_experts_run_through_the_operators_on_a_cuda_platform():
+    """vLLM has kernels and layouts of its own there; neither must get in between."""
+    found = run(
+        EXPERTS.format(arguments={}),
+        VLLM_FL_OOT_WHITELIST="fused_experts,topk_softmax",
+        VLLM_FL_PREFER="reference",
+    )
+    assert found["classes"] == [
+        "MoERunnerFL", "FusedTopKRouterFL", "UnquantizedFusedMoEMethodFL",
+    ]  # fmt: skip
+    assert found["kept"] == [True, True]
+    assert found["calls"] == {
+        "topk_softmax": "reference.torch", "fused_experts": "reference.torch",
+    }  # fmt: skip
+
+
 SWITCHES = """
 from vllm.config import CompilationConfig, VllmConfig
 

@@ -12,10 +12,13 @@ _OPS = "vllm_fl_cuda.ops"
 _FLOATS = ("float16", "bfloat16", "float32")  # what vLLM's kernels are instantiated for
 
 
-def _kernel(module: str, name: str) -> Implementation:
+def _kernel(
+    module: str, name: str, dtypes: tuple[str, ...] | None = _FLOATS, traceable: bool = True
+) -> Implementation:
     """An operator whose predicate stands beside it, in the function ``<operator>_supports``."""
+    function = f"{_OPS}.{module}:{name}"
     return Implementation(
-        f"{_OPS}.{module}:{name}", supports=f"{_OPS}.{module}:{name}_supports", dtypes=_FLOATS
+        function, supports=f"{function}_supports", dtypes=dtypes, traceable=traceable
     )
 
 
@@ -31,10 +34,21 @@ class CudaBackend(Backend):
         "rms_norm": _kernel("norm", "rms_norm"),
         "rotary_embedding": _kernel("rotary", "rotary_embedding"),
         "reshape_and_cache_flash": _kernel("cache", "reshape_and_cache_flash"),
+        "topk_softmax": _kernel("routing", "topk_softmax", dtypes=("float32",)),
+        # vLLM tells torch nothing about the shapes that this kernel returns.
+        "grouped_topk": _kernel("routing", "grouped_topk", traceable=False),
+        "moe_align_block_size": _kernel("experts", "moe_align_block_size", ("int32", "int64")),
+        "moe_sum": _kernel("experts", "moe_sum"),
+        # The kernel multiplies fp32 in TF32, which the operator's tolerance does not allow.
+        "fused_experts": _kernel("experts", "fused_experts", ("float16", "bfloat16")),
         "attention_backend": Implementation(
             f"{_OPS}.attention:attention_backend",
             supports=f"{_OPS}.attention:attention_backend_supports",
         ),
+    }
+    known_failures = {
+        "rms_norm/rounding/*-before_weight": "vLLM's kernel forms the product with the weight in "
+        "fp32 and rounds once, which is nearer to the exact result than what vLLM's layer does",
     }
     device = Device(
         name="cuda",

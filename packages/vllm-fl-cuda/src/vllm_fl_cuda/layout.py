@@ -27,3 +27,8 @@ def is_aligned(x: Tensor, length: int, vector_bytes: int = 16) -> bool:
 def is_elsewhere(x: Tensor) -> bool:
     """Whether ``x`` is not on a CUDA device."""
     return x.device.type != DEVICE
+
+
+def fits_32_bits(x: Tensor) -> bool:
+    """Whether every element's offset fits the 32-bit arithmetic of a kernel."""
+    return x.numel() < 2**31

@@ -21,7 +21,7 @@ KERNELS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "*flashinfer::*Decode*": ("attention", FLASHINFER),
         "*flashinfer::*PersistentVariableLengthMerge*": ("attention", FLASHINFER),
         # vLLM's libraries.
-        "*vllm::*": ("", VLLM),
+        "*vllm::*(*": ("", VLLM),
         "*vllm::rms_norm_kernel<*": ("rms_norm", VLLM),
         "*vllm::fused_add_rms_norm_kernel<*": ("rms_norm", VLLM),
         "*vllm::act_and_mul_kernel<*": ("gated activation", VLLM),
@@ -36,7 +36,7 @@ KERNELS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "*vllm::moe::grouped_topk_*": ("grouped_topk", VLLM),
         "*vllm::moe::moe_align_block_size*": ("moe_align_block_size", VLLM),
         "*vllm::moe::count_and_sort_expert_tokens*": ("moe_align_block_size", VLLM),
-        "*vllm::moe::moe_sum_kernel<*": ("moe_sum", VLLM),
+        "*vllm::moe::moe_sum_*": ("moe_sum", VLLM),
         "*marlin::*": (_GEMM, VLLM),
         # vLLM's Triton kernels, which have their names to themselves.
         "triton:vllm.model_executor.layers.fused_moe.*": ("fused_experts", "vLLM Triton"),

@@ -11,18 +11,23 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
+from vllm_fl.dispatch import env
 from vllm_fl.dispatch.state import current_config
 from vllm_fl.integration.adapters import adapter
 from vllm_fl.integration.layers import bind
 
 ACTIVATIONS = ("silu", "gelu")
 """Those of the operator ``fused_experts``, by their names in vLLM's ``MoEActivation``."""
+
+_ANY_BACKEND = ("auto", "humming")  # vLLM takes the second, too, as no choice for these experts
 
 Routing: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
@@ -44,6 +49,8 @@ class UnquantizedFusedMoEMethodFL(UnquantizedMethod):  # type: ignore[misc]
     def __init__(self, moe: FusedMoEConfig) -> None:
         _check_layer(moe)
         super().__init__(moe)
+        # On a platform of its own vLLM has chosen a kernel of its own here, with a layout to match.
+        self.unquantized_backend, self.experts_cls = UnquantizedMoeBackend.OOT, None
         self._op = bind("fused_experts")
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -84,18 +91,24 @@ class UnquantizedFusedMoEMethodFL(UnquantizedMethod):  # type: ignore[misc]
 def _check_layer(moe: FusedMoEConfig) -> None:
     parallel = moe.moe_parallel_config
     all2all = parallel.use_all2all_kernels and not parallel.use_ag_rs_all2all_kernels
+    lora = get_current_vllm_config().lora_config
     needs = {
         f"the activation {moe.activation.value!r}": moe.activation.value not in ACTIVATIONS,
         "a limit on the activation (swiglu_limit)": moe.swiglu_limit is not None,
         "biases": moe.has_bias,
         f"the all2all backend {parallel.all2all_backend!r}": all2all,
+        f"the kernel of --moe-backend {moe.moe_backend}": moe.moe_backend not in _ANY_BACKEND,
+        # Adapters take a modular kernel of vLLM's, unless they stay away from the experts.
+        "LoRA adapters": lora is not None and not getattr(lora, "target_modules", None),
     }
     for what, needed in needs.items():
         if needed:
             raise ValueError(
                 f"The model's unquantised experts need {what}, which vllm-fl's operator "
                 f"fused_experts does not have. It has the activations {' and '.join(ACTIVATIONS)}, "
-                "without limit or biases, and expert parallelism by allgather_reducescatter."
+                "without limit or biases, and expert parallelism by allgather_reducescatter. Where "
+                f"vLLM has kernels of its own, {env.OOT_BLACKLIST.name}=fused_experts leaves the "
+                "experts to it."
             )
 
 

@@ -99,6 +99,11 @@ def _longest(name: str, patterns: Mapping[str, tuple[str, str]]) -> tuple[str, s
 
 def short_name(name: str) -> str:
     """Return a C++ function's name without return type, template arguments and parameters."""
-    plain = name.removeprefix("void ").removeprefix("aten::")
-    match = re.match(r"[\w:~]+", plain.replace("(anonymous namespace)::", ""))
-    return match[0] if match else plain
+    plain = name.replace("(anonymous namespace)::", "").removeprefix("aten::")
+    while True:
+        shorter = re.sub(r"<[^<>]*>|\([^()]*\)", "", plain)
+        if shorter == plain:
+            break
+        plain = shorter
+    words = plain.split(" [clone")[0].split()
+    return words[-1] if words else name

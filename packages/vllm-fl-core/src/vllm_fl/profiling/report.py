@@ -72,8 +72,7 @@ def _shares(records: Iterable[dict[str, Any]], patterns: Patterns) -> dict[str, 
         "triton_share": triton / total if total else 0.0,
         "origins": ordered({"origin": o, **entry(*row)} for o, row in origins.items()),
         "operations": ordered(
-            {"op": op, "origin": origin, **entry(*row)}
-            for (op, origin), row in operations.items()
+            {"op": op, "origin": origin, **entry(*row)} for (op, origin), row in operations.items()
         ),
         "kernels": ordered(
             described(name, kind) | entry(calls, spent)

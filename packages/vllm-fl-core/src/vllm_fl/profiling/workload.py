@@ -207,9 +207,7 @@ def _steps(engine: Any, prompts: list[list[int]], output: int) -> Iterator[bool]
     """Run the requests; after each step yield whether every one of them has a token."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(
-        temperature=0.0, ignore_eos=True, max_tokens=output, detokenize=False
-    )
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output, detokenize=False)
     for number, ids in enumerate(prompts):
         engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
     begun = set()

@@ -1,0 +1,209 @@
+"""Classification and shares of what a profiler recorded; the command itself is in tests/."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_fl.cli import main
+from vllm_fl.dispatch.backend import Backend
+from vllm_fl.dispatch.discovery import DiscoveredBackend
+from vllm_fl.dispatch.errors import ConfigError
+from vllm_fl.profiling import page
+from vllm_fl.profiling.classify import GENERAL, Kernel, classify, patterns_of, short_name
+from vllm_fl.profiling.report import summarise, unit
+from vllm_fl.profiling.workload import Phase, Workload, has_no_weights
+
+GELU = (
+    "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl(at::"
+    "TensorIteratorBase&)::{lambda(float)#1}, std::array<char*, 2ul> >(int, std::array<char*, 2ul>)"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Memcpy HtoD (Pageable -> Device)", Kernel("copy of memory", "runtime", False)),
+        ("Memset (Device)", Kernel("copy of memory", "runtime", False)),
+        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0",
+         Kernel("fused by Inductor", "Inductor", True)),
+        ("triton_poi_fused_mul_silu_slice_1", Kernel("fused by Inductor", "Inductor", True)),
+        (GELU, Kernel("at::native::vectorized_elementwise_kernel", "PyTorch", False)),
+        ("aten::addmm", Kernel("matrix product", "PyTorch", False)),
+        ("aten::silu", Kernel("silu", "PyTorch", False)),
+        ("vllm_fl::fused_experts", Kernel("vllm_fl::fused_experts", "vllm-fl", False)),
+        ("void acme::mystery<int>(int*)", Kernel("acme::mystery", "other", False)),
+    ],
+)  # fmt: skip
+def test_names_that_no_backend_declares(name, expected):
+    assert classify(name, GENERAL, {}) == expected
+
+
+MODULES = {
+    "_rms_norm_kernel": ["acme.kernels.norm"],
+    "_softmax": ["acme.kernels.softmax"],
+    "_topk": ["vllm.v1.sample.ops", "acme.kernels.topk"],
+    "_stray": ["other_wheel.kernels"],
+}
+TABLE = {
+    **GENERAL,
+    "triton:acme.*": ("", "acme"),
+    "triton:acme.kernels.norm": ("rms_norm", "acme"),
+    "*acme::*": ("", "acme C++"),
+    "*acme::gemm*": ("matrix product", "acme C++"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("_rms_norm_kernel", Kernel("rms_norm", "acme", True)),
+        ("_softmax", Kernel("_softmax", "acme", True)),
+        ("_topk", Kernel("_topk", "acme or vLLM Triton", True)),
+        ("_stray", Kernel("_stray", "other_wheel", True)),
+        ("void acme::gemm<2>(float*)", Kernel("matrix product", "acme C++", False)),
+        ("void acme::add<2>(float*)", Kernel("acme::add", "acme C++", False)),
+    ],
+)
+def test_triton_kernels_come_from_their_modules_and_the_longest_glob_counts(name, expected):
+    assert classify(name, TABLE, MODULES) == expected
+    assert classify(name, dict(reversed(TABLE.items())), MODULES) == expected
+
+
+@given(st.text())
+def test_every_name_is_classified(name):
+    found = classify(name, GENERAL, {})
+    assert found.origin
+    assert found.op or not name.strip()
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("std::enable_if<(2)>(0), void>::type vllm::norm<c10::Half, 8>(c10::Half*)", "vllm::norm"),
+        ("void (anonymous namespace)::softmax<float>(float*)", "softmax"),
+        ("nvjet_tst_128x64_64x10_2x1_v_bz_TNT", "nvjet_tst_128x64_64x10_2x1_v_bz_TNT"),
+    ],
+)
+def test_short_names(name, short):
+    assert short_name(name) == short
+
+
+def test_backends_declare_their_kernels():
+    class Acme(Backend):
+        name = "acme"
+        kernels = {"acme_*": ("attention", "acme"), "Memset *": ("fill", "acme")}
+
+    records = [DiscoveredBackend("acme", "here", backend=Acme()), DiscoveredBackend("f", "here")]
+    table = patterns_of(records)
+    assert classify("acme_flash", table, {}) == Kernel("attention", "acme", False)
+    assert classify("Memset (Device)", table, {}).op == "fill"
+
+
+def recorded(*kernels):
+    return {"kernels": kernels, "triton": MODULES}
+
+
+PHASES = {
+    "prefill": Phase(1, 0.5, [recorded(("aten::mm", 2, 30.0), ("_softmax", 1, 10.0))]),
+    "decode": Phase(3, 0.25, [recorded(("aten::mm", 2, 20.0)), recorded(("aten::addmm", 4, 40.0))]),
+}
+
+
+def test_shares_are_of_all_workers_and_phases():
+    found = summarise(PHASES, TABLE)
+    assert list(found) == ["prefill", "decode", "all"]
+    assert found["prefill"]["us"] == 40.0
+    assert found["prefill"]["triton_share"] == 0.25
+    assert found["decode"]["triton_share"] == 0.0
+    everything = found["all"]
+    assert (everything["steps"], everything["seconds"], everything["us"]) == (4, 0.75, 100.0)
+    assert everything["origins"] == [
+        {"origin": "PyTorch", "calls": 8, "us": 90.0, "share": 0.9},
+        {"origin": "acme", "calls": 1, "us": 10.0, "share": 0.1},
+    ]
+    assert everything["operations"][0] == {
+        "op": "matrix product", "origin": "PyTorch", "calls": 8, "us": 90.0, "share": 0.9,
+    }  # fmt: skip
+    assert [row["kernel"] for row in everything["kernels"]] == [
+        "aten::mm",
+        "aten::addmm",
+        "_softmax",
+    ]
+
+
+def test_no_time_is_an_error():
+    with pytest.raises(ConfigError, match="recorded no time"):
+        summarise({"prefill": Phase(records=[recorded()])}, GENERAL)
+
+
+def test_the_unit_follows_the_device():
+    assert unit("cpu") == "CPU time"
+    assert unit("npu") == "device time"
+
+
+class Links(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.tags, self.links = [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.links += [value for key, value in attrs if key in ("src", "href")]
+
+
+def test_the_page_needs_no_network_and_escapes():
+    data = {
+        "model": "<model>", "device_type": "cuda", "unit": "device time",
+        "workload": vars(Workload(2, 3, 4)), "phases": summarise(PHASES, TABLE),
+    }  # fmt: skip
+    parser = Links()
+    text = page.render(data)
+    parser.feed(text)
+    assert parser.links == []
+    assert "script" not in parser.tags
+    assert "<model>" not in text
+    assert 'title="PyTorch: 90.0%"' in text
+
+
+def test_a_folder_without_weights(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        has_no_weights(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert has_no_weights(str(tmp_path))
+    (tmp_path / "model.safetensors").touch()
+    assert not has_no_weights(str(tmp_path))
+    assert not has_no_weights("org/name")
+
+
+@pytest.mark.parametrize(("sizes", "name"), [((0, 1, 2), "batch"), ((1, 1, 1), "output")])
+def test_workloads_that_cannot_be_had(sizes, name):
+    with pytest.raises(ConfigError, match=f"The workload's {name}"):
+        Workload(*sizes)
+
+
+def test_prompts_are_the_same_every_time():
+    prompts = Workload(3, 5, 2).prompts(100)
+    assert prompts == Workload(3, 5, 2).prompts(100)
+    assert [len(ids) for ids in prompts] == [5, 5, 5]
+    assert {token < 100 for ids in prompts for token in ids} == {True}
+
+
+def test_other_commands_take_no_arguments_of_vllm(capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(["list", "--enforce-eager"])
+    assert refused.value.code == 2
+    assert "unrecognized arguments: --enforce-eager" in capsys.readouterr().err
+
+
+def test_a_page_in_no_folder_is_refused_before_vllm_starts(capsys, tmp_path):
+    assert main(["profile", "model", "--html", str(tmp_path / "none" / "page.html")]) == 1
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_the_data_is_json():
+    assert json.loads(json.dumps(summarise(PHASES, TABLE)))["all"]["us"] == 100.0

@@ -2,13 +2,14 @@
 
     python benchmarks/e2e.py --smoke                      # about three minutes on one GPU
     python benchmarks/e2e.py --model qwen3-0.6b --model qwen3-8b --rounds 2
-    python benchmarks/e2e.py --model qwen3-30b-a3b --layers 24 --mode default --mode mix=FILE.yaml
+    python benchmarks/e2e.py --model qwen3-30b-a3b --layers 24 --mode flagos --mode mix=FILE.yaml
 
 A mode is a way to run vLLM: ``native`` is without vllm-fl (VLLM_PLUGINS=''), ``null`` with it and
-every layer left to vLLM, ``default`` with the platform's defaults file, ``vendor`` with every layer
-but those of mixtures of experts dispatched, vendors first, ``flagos`` with every operator but
-attention on flagos alone, and NAME=FILE.yaml with a configuration of one's own. Weights are random,
-from a fixed seed that is vLLM's own and equal in every mode.
+every layer left to vLLM, ``default`` with the platform's defaults file, ``vendor`` with everything
+dispatched, vendors first, ``flagos`` with everything on flagos alone, attention and experts
+included, ``flagos-gemm`` the same with flag_gems running PyTorch's own operators, matrix products
+among them, and ``mix=FILE.yaml``, with any name before the =, with a configuration of one's own.
+Weights are random, from a fixed seed that is vLLM's own and equal in every mode.
 
 Several engines are alive at a time (--live), the first of them of mode native, and take turns at
 every repetition, so that what the machine does in the meantime meets all of them. Figures are
@@ -331,19 +332,17 @@ def mode_environment(mode: str, folder: Path) -> tuple[str, dict[str, str]]:
             raise ValueError(f"mode {mode!r}: there is no file {file!r}")
         return name, {"VLLM_FL_CONFIG": str(Path(file).resolve())}
     from vllm_fl.dispatch.ops import CATALOGUE
-    from vllm_fl.integration.custom_ops import CUSTOM_OPS
 
+    # What is named must run: an operator that flagos lacks is an error, not another's work.
+    flagos = {"op_backends": {op: ["flagos"] for op in CATALOGUE}}
     contents: dict[str, dict[str, Any]] = {
         "null": {"prefer": "vendor", "oot_whitelist": []},
-        "vendor": {"prefer": "vendor", "oot_whitelist": list(CUSTOM_OPS)},
-        # What is named must run: an operator that flagos lacks is an error, not another's work.
-        # Attention alone may be another's; the result says whose.
-        "flagos": {
-            "op_backends": {op: ["flagos"] for op in CATALOGUE if op != "attention_backend"},
-        },
+        "vendor": {"prefer": "vendor"},
+        "flagos": flagos,
+        "flagos-gemm": {**flagos, "use_flaggems": True},
     }
     if mode not in contents:
-        known = ", ".join((NATIVE, "default", *contents, "NAME=FILE.yaml"))
+        known = ", ".join((NATIVE, "default", *contents, "mix=FILE.yaml"))
         raise ValueError(f"there is no mode {mode!r}; the modes are {known}")
     path = folder / f"{mode}.yaml"
     path.write_text(json.dumps(contents[mode]))  # JSON is YAML

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+
 def schemas(names: list[str], namespace: str) -> dict[str, str]:
     """Return operator -> its schema, read out of the installed vLLM's library."""
     spec = importlib.util.find_spec("vllm")
@@ -321,9 +322,7 @@ CACHE_KERNELS = {reshape_and_cache_flash.__name__: reshape_and_cache_flash}
 _libraries: list[torch.library.Library] = []  # the operators live as long as these
 
 
-def declare(
-    kernel: Callable[..., object], *names: str, key: str, namespace: str = "_C"
-) -> None:
+def declare(kernel: Callable[..., object], *names: str, key: str, namespace: str = "_C") -> None:
     """Declare operators of vLLM's library, computed by ``kernel``, for torch's dispatch ``key``."""
     library = torch.library.Library(namespace, "FRAGMENT")
     _libraries.append(library)

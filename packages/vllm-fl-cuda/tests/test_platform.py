@@ -86,7 +86,7 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.forward_context import set_forward_context
 from vllm_fl.integration.plugin import install_layers
 install_layers()
-from vllm.model_executor.layers.fused_moe import FusedMoE
+from vllm.model_executor.layers.fused_moe import layer
 from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.report import operator_table
 
@@ -98,7 +98,8 @@ with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
     store = pathlib.Path(folder, "store").as_uri()
     init_distributed_environment(1, 0, store, 0, backend="gloo")
     initialize_model_parallel()
-    runner = FusedMoE(
+    make = getattr(layer, "FusedMoEFactory", None) or layer.FusedMoE  # the name before vLLM 0.28
+    runner = make(
         num_experts=8, top_k=2, hidden_size=32, intermediate_size=16, params_dtype=torch.float32,
         renormalize=True, prefix="experts", **{arguments},
     )
@@ -108,7 +109,8 @@ with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
         weight.data.normal_(std=0.2)
     before = experts.w13_weight.data.clone(), experts.w2_weight.data.clone()
     method.process_weights_after_loading(experts)
-    runner.maybe_init_modular_kernel()
+    if hasattr(runner, "maybe_init_modular_kernel"):  # before vLLM 0.28
+        runner.maybe_init_modular_kernel()
     x, logits = torch.randn(5, 32), torch.randn(5, 8)
     with set_forward_context(None, config):
         out = runner._forward_impl(x, logits, None, None)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_fl.profiling.classify import Kernel, classify, patterns_of
 from vllm_fl.dispatch.discovery import get_discovered_plugins
+from vllm_fl.profiling.classify import Kernel, classify, patterns_of
 
 FA3 = (
     "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::"

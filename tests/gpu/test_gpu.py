@@ -1,0 +1,150 @@
+"""Stock vLLM on NVIDIA GPUs generates what transformers does on the CPU, whoever's operators run.
+
+In fp32 the tokens are equal: layers are the mode's, attention is plain PyTorch (FlashAttention has
+no fp32, and Triton multiplies fp32 in TF32), models run eagerly. In bf16 every operator is the
+mode's, models are compiled and run in CUDA graphs, and log-probabilities are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+nvml = pytest.importorskip("vllm_fl_cuda.nvml")
+
+HERE = Path(__file__).parent
+LAYERS = ("silu_and_mul", "rms_norm", "rotary_embedding")
+EXPERTS = ("topk_softmax", "fused_experts")
+RUNS = {"vendor": "vendor.cuda", "flagos": "default.flagos", "reference": "reference.torch"}
+ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # its kernels are downloaded or compiled at run time
+CUDA_PLATFORM = "vllm_fl_cuda.platform.CudaPlatformFL"
+
+
+def gpus() -> int:
+    """How many GPUs vLLM sees, by the driver's library: CUDA stays untouched."""
+    if not nvml.detect():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+pytestmark = pytest.mark.skipif(not nvml.detect(), reason=str(nvml.detect().reason))
+two_gpus = pytest.mark.skipif(gpus() < 2, reason="it needs two GPUs")
+
+
+@pytest.fixture
+def mode(tmp_path):
+    """Write a configuration in which an operator's order is one token alone; return it as env."""
+
+    def environment(token: str, **orders: str) -> dict[str, str]:
+        operators = {op: [token] for op in (*LAYERS, *EXPERTS)}
+        operators |= {op: [order] for op, order in orders.items()}
+        path = tmp_path / "mode.yaml"
+        path.write_text(json.dumps({"prefer": token, "op_backends": operators}))
+        return {**ENV, "VLLM_FL_CONFIG": str(path)}
+
+    return environment
+
+
+@pytest.fixture(scope="module")
+def experts_model(tmp_path_factory):
+    """A small mixture of experts with random weights."""
+    folder = tmp_path_factory.mktemp("models")
+    script = HERE.parent / "make_models.py"
+    subprocess.run([sys.executable, "-P", str(script), str(folder), "qwen3_moe"], check=True)
+    return folder / "qwen3_moe"
+
+
+@pytest.fixture(scope="module")
+def random_prompts():
+    draw = random.Random(2)
+    return [[draw.randrange(5, 500) for _ in range(n)] for n in (16, 17, 33, 100, 150)]
+
+
+def tokens(result):
+    return [output["tokens"] for output in result["outputs"][0]]
+
+
+def check_operators(result, operators, implementation):
+    """The operators were called, and by this implementation alone."""
+    assert result["platform"] == CUDA_PLATFORM
+    for worker in result["operators"]:
+        for op in operators:
+            called = {r["implementation"]: r["calls"] for r in worker if r["op"] == op}
+            assert {name for name, calls in called.items() if calls} == {implementation}, op
+
+
+def check_log_probabilities(result, theirs):
+    """0.25 nats at worst and 0.02 on average, as two correct bf16 computations differ."""
+    ours = [output["prompt_logprobs"][1:] for output in result["outputs"][0]]
+    errors = [
+        abs(a - b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)
+    ]
+    assert max(errors) < 0.25
+    assert sum(errors) / len(errors) < 0.02
+
+
+@pytest.mark.parametrize("token", RUNS)
+def test_greedy_tokens(vllm, mode, tiny_model, prompts, expected, token):
+    result = vllm(
+        tiny_model, prompts, env=mode(token, attention_backend="reference"), enforce_eager=True
+    )
+    assert tokens(result) == expected
+    check_operators(result, LAYERS, RUNS[token])
+
+
+@two_gpus
+@pytest.mark.parametrize("token", ["vendor", "flagos"])
+def test_tensor_parallel_over_two_gpus(vllm, mode, tiny_model, prompts, expected, token):
+    """The sums over both GPUs come from NCCL, or from vLLM's own all-reduce."""
+    result = vllm(
+        tiny_model,
+        prompts,
+        env=mode(token, attention_backend="reference"),
+        enforce_eager=True,
+        tensor_parallel_size=2,
+    )
+    assert len(result["operators"]) == 2
+    assert tokens(result) == expected
+    check_operators(result, LAYERS, RUNS[token])
+
+
+@pytest.mark.parametrize("token", ["vendor", "flagos"])
+def test_log_probabilities_compiled(vllm, transformers, mode, tiny_model, prompts, token):
+    longer = [prompt for prompt in prompts if len(prompt) >= 16]
+    theirs = transformers(tiny_model, longer, 1, "bfloat16")["prompt_logprobs"]
+    result = vllm(
+        tiny_model, longer, new_tokens=8, env=mode(token, attention_backend=token),
+        sampling={"prompt_logprobs": 0}, dtype="bfloat16",
+    )  # fmt: skip
+    check_log_probabilities(result, theirs)
+    assert result["platform"] == CUDA_PLATFORM
+    chosen = {r["op"]: r["implementation"] for r in result["operators"][0] if r["chosen"]}
+    assert {chosen[op] for op in (*LAYERS, "attention_backend")} == {RUNS[token]}
+
+
+@pytest.mark.parametrize("parallel", [1, pytest.param(2, marks=two_gpus)])
+@pytest.mark.parametrize("token", ["vendor", "flagos"])
+def test_experts(vllm, transformers, mode, experts_model, random_prompts, token, parallel):
+    theirs = transformers(experts_model, random_prompts, 1, "bfloat16")["prompt_logprobs"]
+    result = vllm(
+        experts_model, random_prompts, new_tokens=8, env=mode(token, attention_backend="vendor"),
+        sampling={"prompt_logprobs": 0}, dtype="bfloat16", tensor_parallel_size=parallel,
+        enforce_eager=True,
+    )  # fmt: skip
+    check_log_probabilities(result, theirs)
+    check_operators(result, EXPERTS, RUNS[token])
+
+
+def test_the_defaults_give_what_vllm_gives_alone(vllm, tiny_model, prompts):
+    """``cuda.yaml`` leaves every layer to vLLM: so do these settings, in other words."""
+    mine = vllm(tiny_model, prompts, env=ENV, dtype="bfloat16")
+    theirs = vllm(tiny_model, prompts, env={**ENV, "VLLM_FL_PREFER_ENABLED": "0"}, dtype="bfloat16")
+    assert tokens(mine) == tokens(theirs)
+    assert not any(row["calls"] for row in mine["operators"][0])

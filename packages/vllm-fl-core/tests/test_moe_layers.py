@@ -18,6 +18,9 @@ from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
     FusedMoEParallelConfig,
     RoutingMethodType,
 )
+from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import (  # noqa: E402
+    FusedTopKBiasRouter,
+)
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import (  # noqa: E402
     FusedTopKRouter,
 )
@@ -172,6 +175,48 @@ def test_a_grouped_router_chooses_as_vllm_s(scoring, biased, renormalize, scale,
         ids, order = ids.sort(dim=1)
         results.append((weights.gather(1, order), ids))
     torch.testing.assert_close(results[1], results[0])
+
+
+BIASED = list(itertools.product(("softmax", "sigmoid"), (False, True), (1.0, 2.5)))
+
+
+@pytest.mark.parametrize(("scoring", "renormalize", "scale"), BIASED)
+def test_a_router_with_a_bias_chooses_as_vllm_s_formula(scoring, renormalize, scale):
+    """Experts by score + bias, weights by the score alone."""
+    torch.manual_seed(1)
+    bias = torch.randn(16) * 0.1
+    router = moe.dispatched(
+        FusedTopKBiasRouter(3, 16, bias, renormalize, scale, scoring_func=scoring)
+    )
+    assert isinstance(router, moe.FusedTopKBiasRouterFL)
+    logits = torch.randn(40, 16)
+    weights, ids = router.select_experts(torch.empty(40, 16), logits)
+    scores = logits.softmax(-1) if scoring == "softmax" else logits.sigmoid()
+    best = (scores + bias).topk(3).indices
+    expected = scores.gather(1, best)
+    if renormalize:
+        expected = expected / expected.sum(-1, keepdim=True)
+    (best, order), (ids, ours) = best.sort(dim=1), ids.sort(dim=1)
+    assert ids.tolist() == best.tolist()
+    torch.testing.assert_close(weights.gather(1, ours), scale * expected.gather(1, order))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scoring_func": "sqrtsoftplus"},
+        {"e_score_correction_bias": None},
+        {"hash_indices_table": torch.zeros(8, 3, dtype=torch.int32)},
+        {"num_fused_shared_experts": 1},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_a_router_with_other_settings_stays(settings):
+    router = FusedTopKBiasRouter(
+        **{"top_k": 3, "global_num_experts": 16, "e_score_correction_bias": torch.zeros(16),
+           **settings}
+    )  # fmt: skip
+    assert moe.dispatched(router) is router
 
 
 # -- registration

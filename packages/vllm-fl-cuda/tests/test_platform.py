@@ -126,7 +126,7 @@ print(json.dumps({{
     "classes": [type(runner).__name__, type(runner.router).__name__,
                 type(experts.quant_method).__name__],
     "kept": [torch.equal(experts.w13_weight, before[0]), torch.equal(experts.w2_weight, before[1])],
-    "calls": {{row["op"]: row["implementation"] for row in operator_table(manager) if row["calls"]}},
+    "calls": {{r["op"]: r["implementation"] for r in operator_table(manager) if r["calls"]}},
 }}))
 """
 

@@ -15,12 +15,14 @@ from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
+from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import FusedTopKBiasRouter
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from vllm_fl.dispatch import env
 from vllm_fl.dispatch.state import current_config
+from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.integration.adapters import adapter
 from vllm_fl.integration.layers import bind
 
@@ -162,7 +164,6 @@ class GroupedTopKRouterFL(GroupedTopKRouter):
     def __init__(self, router: GroupedTopKRouter) -> None:
         self.__dict__.update(vars(router))
         self._op = bind("grouped_topk")
-        self._sigmoid = int(self.scoring_func == "sigmoid")
         # Only newer versions of vLLM let a model ask for this.
         self._skip_padding = getattr(router, "skip_padding", False)
 
@@ -181,26 +182,70 @@ class GroupedTopKRouterFL(GroupedTopKRouter):
                 hidden_states, router_logits, indices_type, input_ids=input_ids
             )
             return routing
-        scores = router_logits
-        if not self._sigmoid:
-            scores = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
-        bias = self.e_score_correction_bias
-        call = (
-            scores,
-            groups,
-            self.topk_group,
-            self.top_k,
-            self.renormalize,
-            self.routed_scaling_factor,
-            None if bias is None else bias.data,
-            self._sigmoid,
-        )
-        fn = self._op.fn
-        try:
-            weights, ids = fn(*call)
-        except Exception as error:
-            weights, ids = self._op.recover(fn, error, *call)
+        weights, ids = _grouped(self._op, self, router_logits, groups, self.topk_group)
         return _without_padding(weights, ids) if self._skip_padding else (weights, ids)
+
+
+class FusedTopKBiasRouterFL(FusedTopKBiasRouter):
+    """vLLM's ``FusedTopKBiasRouter`` through ``grouped_topk``, all experts being one group.
+
+    Args:
+        router: the router that vLLM made, whose settings this one takes over.
+    """
+
+    def __init__(self, router: FusedTopKBiasRouter) -> None:
+        self.__dict__.update(vars(router))
+        self._op = bind("grouped_topk")
+
+    @staticmethod
+    def serves(router: Any) -> bool:
+        """Whether the operator computes what the router does."""
+        return (
+            router.scoring_func in ("softmax", "sigmoid")
+            and router.e_score_correction_bias is not None
+            and router.global_num_experts > 1
+            and router.num_fused_shared_experts == 0
+            and router._hash_indices_table is None
+            and getattr(router, "bias_vl", None) is None  # only newer versions of vLLM have it
+        )
+
+    def _compute_routing(
+        self,
+        hidden_states: torch.Tensor,
+        router_logits: torch.Tensor,
+        indices_type: torch.dtype | None,
+        *,
+        input_ids: torch.Tensor | None = None,
+    ) -> Routing:
+        """router_logits [T, E] -> weights [T, k] fp32 and expert ids [T, k] int32."""
+        return _without_padding(*_grouped(self._op, self, router_logits, 1, 1))
+
+
+def _grouped(
+    op: BoundOp, router: Any, router_logits: torch.Tensor, groups: int, chosen: int
+) -> Routing:
+    """Call ``grouped_topk`` with the settings of a router; sigmoid is the operator's own."""
+    sigmoid = router.scoring_func == "sigmoid"
+    scores = router_logits
+    if not sigmoid:
+        scores = torch.softmax(router_logits, dim=-1, dtype=torch.float32)
+    bias = router.e_score_correction_bias
+    call = (
+        scores,
+        groups,
+        chosen,
+        router.top_k,
+        router.renormalize,
+        router.routed_scaling_factor,
+        None if bias is None else bias.data,
+        int(sigmoid),
+    )
+    fn = op.fn
+    try:
+        routing: Routing = fn(*call)
+    except Exception as error:
+        routing = op.recover(fn, error, *call)
+    return routing
 
 
 def _without_padding(weights: torch.Tensor, ids: torch.Tensor) -> Routing:
@@ -215,6 +260,7 @@ def _without_padding(weights: torch.Tensor, ids: torch.Tensor) -> Routing:
 ROUTERS: dict[type[BaseRouter], tuple[str, type[Any]]] = {
     FusedTopKRouter: ("topk_softmax", FusedTopKRouterFL),
     GroupedTopKRouter: ("grouped_topk", GroupedTopKRouterFL),
+    FusedTopKBiasRouter: ("grouped_topk", FusedTopKBiasRouterFL),
 }
 """vLLM's router -> the operator that does its work and the router that calls it."""
 
@@ -223,12 +269,15 @@ def dispatched(router: Any) -> Any:
     """Return the router that does what ``router`` does through an operator, or itself.
 
     A router of a subclass computes something else and stays as it is, as does one whose operator
-    the configuration leaves to vLLM.
+    the configuration leaves to vLLM, or with settings that the operator does not have.
     """
     entry = ROUTERS.get(type(router))
     if entry is None or not current_config().oot_decision(entry[0]):
         return router
-    return entry[1](router)
+    replacement = entry[1]
+    if replacement is FusedTopKBiasRouterFL and not replacement.serves(router):
+        return router
+    return replacement(router)
 
 
 class MoERunnerFL(MoERunner):

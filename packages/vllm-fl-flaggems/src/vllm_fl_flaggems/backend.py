@@ -34,6 +34,15 @@ class FlagGemsBackend(Backend):
         "attention_backend": Implementation(
             f"{_OPS}.attention:attention_backend", supports=f"{_OPS}.attention:supports"
         ),
+        "topk_softmax": Implementation(
+            f"{_OPS}.routing:topk_softmax", supports=f"{_OPS}.routing:supports_topk"
+        ),
+        "grouped_topk": _operator("routing", "grouped_topk", "supports_grouped"),
+        "moe_align_block_size": Implementation(
+            f"{_OPS}.align:moe_align_block_size", supports=f"{_OPS}.align:supports"
+        ),
+        "moe_sum": _operator("moe_sum", "moe_sum", "supports"),
+        "fused_experts": _operator("experts", "fused_experts", "supports"),
     }
 
     kernels = {
@@ -41,6 +50,13 @@ class FlagGemsBackend(Backend):
         "triton:vllm_fl_flaggems.kernels.norm": ("rms_norm", "vllm-fl-flaggems"),
         "triton:vllm_fl_flaggems.kernels.activation": ("gated activation", "vllm-fl-flaggems"),
         "triton:vllm_fl_flaggems.kernels.rotary": ("rotary_embedding", "vllm-fl-flaggems"),
+        "triton:vllm_fl_flaggems.kernels.cache": ("reshape_and_cache_flash", "vllm-fl-flaggems"),
+        "triton:vllm_fl_flaggems.kernels.attention_*": ("attention", "vllm-fl-flaggems"),
+        "triton:vllm_fl_flaggems.kernels.topk": ("routing", "vllm-fl-flaggems"),
+        "triton:vllm_fl_flaggems.kernels.grouped": ("routing", "vllm-fl-flaggems"),
+        "triton:vllm_fl_flaggems.kernels.align": ("moe_align_block_size", "vllm-fl-flaggems"),
+        "triton:vllm_fl_flaggems.kernels.moe_sum": ("moe_sum", "vllm-fl-flaggems"),
+        "triton:vllm_fl_flaggems.kernels.experts": ("fused_experts", "vllm-fl-flaggems"),
         "triton:flag_gems.*": ("", "flag_gems"),
         "triton:_gen_module_*": ("", "flag_gems"),  # its generated pointwise kernels
     }

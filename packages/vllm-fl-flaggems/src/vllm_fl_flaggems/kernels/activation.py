@@ -4,7 +4,7 @@ The activation is computed in fp32 and rounded to the input's dtype, then the pr
 of vLLM's own layers and kernels. Elements are independent, so the tile does not change a result.
 """
 
-# ruff: noqa: ANN001, ANN202  (a Triton function's parameters have no Python types)
+# ruff: noqa: ANN001, ANN201, ANN202  (a Triton function's parameters have no Python types)
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from vllm_fl_flaggems.tiles import ActivationTile
 
 
 @triton.jit
-def _silu(x):
+def silu(x):
+    """Return x * sigmoid(x)."""
     return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
-def _gelu(x):
+def gelu(x):
+    """Return x times the normal distribution's cumulative function at x."""
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
@@ -58,9 +60,9 @@ def _gated_activation_kernel(
     up = tl.load(source + D, mask=inside, eviction_policy=EVICTION)
     wide = gate.to(tl.float32)
     if ACTIVATION == "silu":
-        active = _silu(wide)
+        active = silu(wide)
     elif ACTIVATION == "gelu":
-        active = _gelu(wide)
+        active = gelu(wide)
     else:
         active = _gelu_tanh(wide)
     product = active.to(gate.dtype).to(tl.float32) * up.to(tl.float32)

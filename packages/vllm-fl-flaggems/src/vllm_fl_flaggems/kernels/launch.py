@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+_HOPPER_SHARED = 227 * 1024
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether the kernels run in Triton's interpreter, on tensors of any device."""
 
@@ -29,6 +31,16 @@ def launch_options() -> dict[str, bool]:
     if target.backend == "cuda" and target.arch >= 90:
         return {"OVERLAP": True, "launch_pdl": True}
     return {"OVERLAP": False}
+
+
+@functools.cache
+def shared_memory() -> int:
+    """Return how many bytes of shared memory a program can have; asks the driver once a process."""
+    if INTERPRETED:
+        return _HOPPER_SHARED
+    driver = triton.runtime.driver.active
+    properties = driver.utils.get_device_properties(driver.get_current_device())
+    return int(properties["max_shared_mem"])
 
 
 @triton.jit

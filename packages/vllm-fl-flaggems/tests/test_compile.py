@@ -1,4 +1,4 @@
-"""torch.compile: one graph, no argument changed, no guard on the number of tokens."""
+"""torch.compile: the formulas in one graph, no argument changed, no guard on the token count."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tensors import normal
+from tensors import DTYPES, normal, same_rounding
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -56,11 +56,20 @@ def results(returned: object) -> list[Tensor]:
 
 def equal(found: object, expected: object) -> None:
     for one, other in zip(results(found), results(expected), strict=True):
-        assert torch.equal(one, other)
+        same_rounding(one, other)
 
 
+def in_dtype(arguments: tuple[object, ...], dtype: torch.dtype) -> list[object]:
+    return [
+        a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a for a in arguments
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CALLS)
-def test_one_graph_for_every_number_of_tokens(name: str) -> None:
+def test_one_graph_of_the_same_values_for_every_number_of_tokens(
+    name: str, dtype: torch.dtype
+) -> None:
     function, make = CALLS[name]
 
     def guarded(*args: object) -> object:
@@ -73,32 +82,13 @@ def test_one_graph_for_every_number_of_tokens(name: str) -> None:
     counter = CompileCounter()
     compiled = torch.compile(guarded, fullgraph=True, dynamic=True, backend=counter)
     for tokens in (4, 700, 3):
-        arguments = make(tokens)
+        arguments = in_dtype(make(tokens), dtype)
         before = [a.clone() if isinstance(a, Tensor) else a for a in arguments]
         found = compiled(*arguments)
         for now, then in zip(arguments, before, strict=True):
             assert not isinstance(now, Tensor) or torch.equal(now, then)
         equal(found, function(*arguments))
     assert counter.frame_count == 1
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_the_operators_keep_torchs_rules(name: str) -> None:
-    function, make = CALLS[name]
-    seen = []
-
-    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
-        seen.extend(
-            node.target for node in graph.graph.nodes if "vllm_fl_flaggems" in str(node.target)
-        )
-        return graph.forward
-
-    arguments = make(5)
-    torch.compiler.reset()
-    torch.compile(function, fullgraph=True, backend=backend)(*arguments)
-    (operator,) = seen
-    given = [a for a in arguments if a is not None]
-    torch.library.opcheck(operator.default, tuple(given))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, inside Inductor

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from vllm_fl_flaggems.kernels.activation import gated_activation
+from vllm_fl_flaggems.ops import formulas
 from vllm_fl_flaggems.ops.layout import refusal, row_layout
-from vllm_fl_flaggems.ops.library import define
 from vllm_fl_flaggems.tiles import activation_tile
 
 _GELUS = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -43,7 +42,7 @@ def silu_and_mul(x: Tensor) -> Tensor:
         A new tensor ``[..., d]``.
     """
     if is_compiling():
-        return torch.ops.vllm_fl_flaggems.silu_and_mul(x)
+        return formulas.silu_and_mul(x)
     return _gated(x, "silu")
 
 
@@ -60,7 +59,7 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
         A new tensor ``[..., d]``.
     """
     if is_compiling():
-        return torch.ops.vllm_fl_flaggems.gelu_and_mul(x, approximate)
+        return formulas.gelu_and_mul(x, approximate)
     return _gated(x, _GELUS[approximate])
 
 
@@ -73,11 +72,3 @@ def _gated(x: Tensor, activation: str) -> Tensor:
         layout = row_layout(x)
         gated_activation(out, x, layout, activation, activation_tile(elements // d, d))
     return out
-
-
-def _like_half(x: Tensor, approximate: str = "none") -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
-
-
-define("silu_and_mul(Tensor x) -> Tensor", silu_and_mul, _like_half)
-define("gelu_and_mul(Tensor x, str approximate) -> Tensor", gelu_and_mul, _like_half)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from vllm_fl_flaggems.kernels import norm as kernels
+from vllm_fl_flaggems.ops import formulas
 from vllm_fl_flaggems.ops.layout import overlaps, refusal, row_layout
-from vllm_fl_flaggems.ops.library import define
 from vllm_fl_flaggems.tiles import MAX_ROW, norm_tile
 
 _WEIGHTS = (torch.float16, torch.bfloat16, torch.float32)
@@ -56,9 +54,7 @@ def rms_norm(
         The normalised rows, new, or with a residual ``(normalised rows, sum)``.
     """
     if is_compiling():
-        if residual is None:
-            return torch.ops.vllm_fl_flaggems.rms_norm(x, weight, epsilon)
-        return torch.ops.vllm_fl_flaggems.add_rms_norm(x, residual, weight, epsilon)
+        return formulas.rms_norm(x, residual, weight, epsilon, gemma=False)
     if residual is None:
         return _normed(x, weight, epsilon, gemma=False)
     return _add_normed(x, residual, weight, epsilon, gemma=False, donated=True)
@@ -78,9 +74,7 @@ def gemma_rms_norm(
         As :func:`rms_norm`, in new tensors.
     """
     if is_compiling():
-        if residual is None:
-            return torch.ops.vllm_fl_flaggems.gemma_rms_norm(x, weight, epsilon)
-        return torch.ops.vllm_fl_flaggems.add_gemma_rms_norm(x, residual, weight, epsilon)
+        return formulas.rms_norm(x, residual, weight, epsilon, gemma=True)
     if residual is None:
         return _normed(x, weight, epsilon, gemma=True)
     return _add_normed(x, residual, weight, epsilon, gemma=True, donated=False)
@@ -107,24 +101,3 @@ def _add_normed(
         layouts = (*x_layout, *residual_layout)
         kernels.add_rms_norm(outs, x, residual, weight, layouts, epsilon, gemma, norm_tile(n))
     return (x, residual) if outs is None else outs
-
-
-def _fake(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _fake_add(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), residual.new_empty(x.shape)
-
-
-for _name, _gemma in (("rms_norm", False), ("gemma_rms_norm", True)):
-    define(
-        f"{_name}(Tensor x, Tensor weight, float epsilon) -> Tensor",
-        partial(_normed, gemma=_gemma),
-        _fake,
-    )
-    define(
-        f"add_{_name}(Tensor x, Tensor residual, Tensor weight, float epsilon) -> (Tensor, Tensor)",
-        partial(_add_normed, gemma=_gemma, donated=False),
-        _fake_add,
-    )

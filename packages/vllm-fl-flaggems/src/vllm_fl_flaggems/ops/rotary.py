@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from vllm_fl_flaggems.kernels.rotary import rotate_heads
+from vllm_fl_flaggems.ops import formulas
 from vllm_fl_flaggems.ops.layout import overlaps, refusal
-from vllm_fl_flaggems.ops.library import define
 from vllm_fl_flaggems.tiles import rotary_tile
 
 _POSITIONS = (torch.int64, torch.int32)
@@ -82,12 +82,7 @@ def rotary_embedding(
         ``(query, key)``, rotated.
     """
     if is_compiling():
-        if key is None:
-            ops = torch.ops.vllm_fl_flaggems
-            return ops.rotary_embedding_query(query, cos, sin, position_ids, is_neox_style), None
-        return torch.ops.vllm_fl_flaggems.rotary_embedding(
-            query, key, cos, sin, position_ids, is_neox_style
-        )
+        return formulas.rotary_embedding(query, key, cos, sin, position_ids, is_neox_style)
     outs = None
     if _may_overlap(query) or (key is not None and _may_overlap(key)):
         outs = query.new_empty(query.shape), None if key is None else key.new_empty(key.shape)
@@ -116,38 +111,3 @@ def _rotate(
     if total:
         tile = rotary_tile(total, cos.shape[1])
         rotate_heads(outs, query, key, cos, sin, position_ids, neox, tile)
-
-
-def _both(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, is_neox_style: bool
-) -> tuple[Tensor, Tensor]:
-    outs = _fake_both(query, key, cos, sin, position_ids, is_neox_style)
-    _rotate(outs, query, key, cos, sin, position_ids, is_neox_style)
-    return outs
-
-
-def _fake_both(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, is_neox_style: bool
-) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape)
-
-
-def _query_alone(
-    query: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, is_neox_style: bool
-) -> Tensor:
-    out = _fake_query(query, cos, sin, position_ids, is_neox_style)
-    _rotate((out, None), query, None, cos, sin, position_ids, is_neox_style)
-    return out
-
-
-def _fake_query(
-    query: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor, is_neox_style: bool
-) -> Tensor:
-    return query.new_empty(query.shape)
-
-
-_SHARED = "Tensor cos, Tensor sin, Tensor position_ids, bool is_neox_style"
-define(
-    f"rotary_embedding(Tensor query, Tensor key, {_SHARED}) -> (Tensor, Tensor)", _both, _fake_both
-)
-define(f"rotary_embedding_query(Tensor query, {_SHARED}) -> Tensor", _query_alone, _fake_query)

@@ -157,7 +157,8 @@ class Engine:
         folder.mkdir(parents=True)
         read, write = os.pipe()
         self._log = folder / "log"
-        clean = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_FL_CONFIG")}
+        chosen = ("VLLM_FL_CONFIG", "USE_FLAGGEMS", "VLLM_PLUGINS")
+        clean = {k: v for k, v in os.environ.items() if k not in chosen}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(HERE / "e2e_engine.py"), str(write)],
@@ -339,14 +340,15 @@ def mode_environment(mode: str, folder: Path) -> tuple[str, dict[str, str]]:
         "null": {"prefer": "vendor", "oot_whitelist": []},
         "vendor": {"prefer": "vendor"},
         "flagos": flagos,
-        "flagos-gemm": {**flagos, "use_flaggems": True},
+        "flagos-gemm": flagos,
     }
     if mode not in contents:
         known = ", ".join((NATIVE, "default", *contents, "mix=FILE.yaml"))
         raise ValueError(f"there is no mode {mode!r}; the modes are {known}")
     path = folder / f"{mode}.yaml"
     path.write_text(json.dumps(contents[mode]))  # JSON is YAML
-    return mode, {"VLLM_FL_CONFIG": str(path)}
+    environ = {"VLLM_FL_CONFIG": str(path)}
+    return mode, {**environ, "USE_FLAGGEMS": "1"} if mode == "flagos-gemm" else environ
 
 
 def groups(modes: Sequence[str], baseline: str, live: int) -> Iterator[list[str]]:

@@ -24,7 +24,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 def commands() -> list[str]:
     text = "\n".join(page.read_text() for page in PAGES)
-    return sorted(set(re.findall(r"^    (vllm-fl [a-z]+(?: [a-z_]+)?)\b", text, re.M)))
+    return sorted(set(re.findall(r"^    (vllm-fl [a-z]+(?: [a-z_][\w/.-]*)?)", text, re.M)))
 
 
 @pytest.mark.parametrize(("page", "code"), blocks("python"))
@@ -41,7 +41,9 @@ def test_yaml_blocks_are_valid(page, text):
 @pytest.mark.parametrize("command", commands())
 def test_commands_run(command):
     environ = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(command.split(), env=environ, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command.split(), env=environ, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout
 

@@ -21,8 +21,8 @@ from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import Grou
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from vllm_fl.dispatch import env
-from vllm_fl.dispatch.state import current_config
 from vllm_fl.dispatch.handle import BoundOp
+from vllm_fl.dispatch.state import current_config
 from vllm_fl.integration.adapters import adapter
 from vllm_fl.integration.layers import bind
 

@@ -210,7 +210,7 @@ def _steps(engine: Any, prompts: list[list[int]], output: int) -> Iterator[bool]
     sampling = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output, detokenize=False)
     for number, ids in enumerate(prompts):
         engine.add_request(str(number), {"prompt_token_ids": ids}, sampling)
-    begun = set()
+    begun: set[str] = set()
     while engine.has_unfinished_requests():
         begun.update(answer.request_id for answer in engine.step() if answer.outputs[0].token_ids)
         yield len(begun) == len(prompts)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import sys
 from html.parser import HTMLParser
 
 import pytest
@@ -207,3 +209,64 @@ def test_a_page_in_no_folder_is_refused_before_vllm_starts(capsys, tmp_path):
 
 def test_the_data_is_json():
     assert json.loads(json.dumps(summarise(PHASES, TABLE)))["all"]["us"] == 100.0
+
+
+SOURCES = """
+import types
+import triton
+
+def copies(name, *modules):
+    made = []
+    for module in modules:
+        def _norm_kernel(x):
+            pass
+        _norm_kernel.__module__, _norm_kernel.__name__ = module, name
+        made.append(triton.jit(_norm_kernel))
+    return made
+"""
+
+
+@pytest.fixture
+def copies(tmp_path, monkeypatch):
+    """Make Triton functions of one name in several modules; a function must have a source file."""
+    pytest.importorskip("triton")
+    pytest.importorskip("torch")
+    (tmp_path / "triton_copies.py").write_text(SOURCES)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    yield importlib.import_module("triton_copies").copies
+    del sys.modules["triton_copies"]
+
+
+@pytest.mark.parametrize(
+    ("modules", "compiled", "expected"),
+    [
+        (["acme.norm"], [], ["acme.norm"]),
+        (["torch._inductor.x1", "acme.norm"], ["torch._inductor.x1"], ["acme.norm"]),
+        (["vllm.norm", "acme.norm"], ["acme.norm"], ["acme.norm"]),
+        (["vllm.norm", "acme.norm"], [], ["acme.norm", "vllm.norm"]),
+        (["torch._inductor.x1"], [], ["torch._inductor.x1"]),
+    ],
+)
+def test_triton_functions_are_found_in_this_process(copies, modules, compiled, expected):
+    """Those that have been compiled count first, copies in compiled graphs last."""
+    from vllm_fl.profiling.recorder import triton_functions
+
+    name = f"_norm_kernel_{len(modules)}_{len(compiled)}_{modules[0]}"  # others may be alive still
+    made = copies(name, *modules)
+    for function in made:
+        if function.fn.__module__ in compiled:
+            function.device_caches[0] = ({"key": "kernel"}, {}, None, None, None)
+    assert triton_functions()[name] == expected
+
+
+def test_the_recorder_counts_operators_of_the_cpu():
+    torch = pytest.importorskip("torch")
+    from vllm_fl.profiling.recorder import Recorder
+
+    recorder = Recorder("cpu")
+    for _ in range(3):
+        torch.ones(8, 8) @ torch.ones(8, 8)
+    found = {name: (calls, spent) for name, calls, spent in recorder.stop()["kernels"]}
+    assert found["aten::mm"][0] == 3
+    assert found["aten::mm"][1] > 0

@@ -176,7 +176,8 @@ def test_fused_norm_writes_over_the_donated_arguments():
 
 def test_tensors_elsewhere_are_declined(monkeypatch):
     from vllm_fl_cuda import layout
-    from vllm_fl_cuda.ops import activation, norm, rotary
+    from vllm_fl_cuda.ops import activation, norm, rotary, routing
+    from vllm_fl_cuda.ops import experts as mixture
 
     monkeypatch.setattr(layout, "DEVICE", "cuda")
     x = torch.randn(4, 64)
@@ -185,6 +186,91 @@ def test_tensors_elsewhere_are_declined(monkeypatch):
     assert norm.rms_norm_supports(x, None, x[0], 1e-6) == "x is not on a CUDA device"
     answer = rotary.rotary_embedding_supports(*rotary_arguments())
     assert answer == "the query is not on a CUDA device"
+    ids = torch.zeros(2, 2, dtype=torch.int32)
+    answers = [
+        routing.topk_softmax_supports(*gates()),
+        routing.grouped_topk_supports(**groups()),
+        mixture.moe_align_block_size_supports(ids, 16, 4),
+        mixture.moe_sum_supports(torch.rand(3, 2, 8), torch.rand(3, 8)),
+        mixture.fused_experts_supports(**experts()),
+    ]
+    assert all("not on a CUDA device" in answer for answer in answers)
+
+
+def gates(tokens=4, experts=8, k=2, dtype=torch.float32):
+    return [
+        torch.empty(tokens, k), torch.empty(tokens, k, dtype=torch.int32),
+        torch.empty(tokens, k, dtype=torch.int32), torch.randn(tokens, experts).to(dtype),
+    ]  # fmt: skip
+
+
+def groups(**changes):
+    arguments = {
+        "scores": torch.rand(4, 64), "n_group": 8, "topk_group": 4, "topk": 8, "renormalize": True,
+        "routed_scaling_factor": 1.0, "bias": torch.zeros(64), "scoring_func": 1,
+    }  # fmt: skip
+    return {**arguments, **changes}
+
+
+def experts(dtype=torch.bfloat16, **changes):
+    arguments = {
+        "hidden_states": torch.randn(3, 16, dtype=dtype),
+        "w1": torch.randn(4, 16, 16, dtype=dtype),
+        "w2": torch.randn(4, 16, 8, dtype=dtype),
+        "topk_weights": torch.rand(3, 2),
+        "topk_ids": torch.tensor([[0, 1], [2, 3], [-1, 4]], dtype=torch.int32),
+    }
+    return {**arguments, **changes}
+
+
+def test_what_the_kernels_of_experts_take():
+    from vllm_fl_cuda.ops import experts as module
+    from vllm_fl_cuda.ops import routing
+
+    assert routing.topk_softmax_supports(*gates()) is True
+    assert "float64" in routing.topk_softmax_supports(*gates(dtype=torch.float64))
+    assert routing.topk_softmax_supports(*gates(tokens=0)) == "there are no tokens"
+    narrow = gates()
+    narrow[3] = torch.randn(4, 16)[:, :8]
+    assert "not contiguous" in routing.topk_softmax_supports(*narrow)
+    assert routing.grouped_topk_supports(**groups()) is True
+    assert "without a bias" in routing.grouped_topk_supports(**groups(bias=None))
+    assert "64 groups" in routing.grouped_topk_supports(**groups(n_group=64))
+    many = torch.zeros(2, 2, dtype=torch.int32)
+    assert module.moe_align_block_size_supports(many, 16, 992) is True
+    assert "993 experts" in module.moe_align_block_size_supports(many, 16, 993)
+    assert module.moe_sum_supports(torch.rand(3, 2, 8), torch.rand(3, 8)) is True
+    odd = torch.rand(3, 2, 9)[..., :8]
+    assert "not contiguous" in module.moe_sum_supports(odd, torch.rand(3, 8))
+    assert module.fused_experts_supports(**experts()) is True
+    many_experts = module.fused_experts_supports(**experts(), global_num_experts=993)
+    assert many_experts == "more than 992 experts"
+    apart = torch.randn(3, 32).bfloat16()[:, ::2]
+    assert "not contiguous" in module.fused_experts_supports(**experts(hidden_states=apart))
+
+
+def test_negative_ids_reach_no_kernel():
+    """Its counters would be written before their beginning."""
+    from vllm_fl_cuda.ops.experts import fused_experts, moe_align_block_size
+
+    ids = torch.tensor([[0, -1], [1, 7]], dtype=torch.int32)
+    entries, owners, used = moe_align_block_size(ids, 2, 2)
+    assert entries.tolist() == [0, 4, 2, 4, 4, 4]
+    assert owners.tolist() == [0, 1, -1]
+    assert used.tolist() == [4]
+    given = experts()
+    out = fused_experts(**given)
+    assert out[2].tolist() == [0.0] * 16
+    assert torch.equal(
+        out[:2], fused_experts(**{k: v if k in ("w1", "w2") else v[:2] for k, v in given.items()})
+    )
+
+
+def test_an_activation_that_the_operator_lacks_is_refused():
+    from vllm_fl_cuda.ops.experts import fused_experts
+
+    with pytest.raises(ValueError, match="activation 'swigluoai': fused_experts has silu and gelu"):
+        fused_experts(**experts(), activation="swigluoai")
 
 
 def test_an_unknown_approximation_is_declined():

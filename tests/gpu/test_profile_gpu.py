@@ -1,0 +1,84 @@
+"""``vllm-fl profile`` on a GPU: whose kernels run is measured, with and without vllm-fl."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+nvml = pytest.importorskip("vllm_fl_cuda.nvml")
+pytestmark = pytest.mark.skipif(not nvml.detect(), reason=str(nvml.detect().reason))
+
+TINY_MODEL = Path(__file__).parents[2] / "examples" / "tiny-qwen3"
+LAYERS = ("silu_and_mul", "rms_norm", "rotary_embedding")
+
+
+def profile(*arguments, **environ):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_FL_")}
+    done = subprocess.run(
+        [
+            str(Path(sys.executable).parent / "vllm-fl"), "profile", str(TINY_MODEL), "--json",
+            "--dtype", "bfloat16", "--batch", "4", "--prompt-tokens", "64",
+            "--output-tokens", "8", *arguments,
+        ],
+        env={**clean, "VLLM_USE_FLASHINFER_SAMPLER": "0", **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
+
+
+def shares(data):
+    return {row["origin"]: row["share"] for row in data["phases"]["all"]["origins"]}
+
+
+def check_every_kernel_is_known(data):
+    assert data["unit"] == "device time"
+    assert shares(data).get("other", 0.0) < 0.02, [
+        row["kernel"] for row in data["phases"]["all"]["kernels"] if row["origin"] == "other"
+    ]
+
+
+def test_vllm_alone():
+    data = profile(VLLM_PLUGINS="")
+    check_every_kernel_is_known(data)
+    assert data["dispatched"] == {}
+    found = shares(data)
+    assert {"FlashAttention", "cuBLAS"} <= set(found)
+    assert "vllm-fl-flaggems" not in found
+    assert 0 < data["phases"]["all"]["triton_share"] < 1  # Inductor's
+
+
+@pytest.mark.parametrize("eager", [True, False])
+def test_triton_layers(eager):
+    """In compiled graphs the kernels are copies that Inductor has made; they count as ours."""
+    data = profile(
+        *(["--enforce-eager"] if eager else []),
+        VLLM_FL_PER_OP=";".join(f"{op}=flagos" for op in LAYERS),
+        VLLM_FL_OOT_WHITELIST=",".join(LAYERS),
+    )
+    check_every_kernel_is_known(data)
+    operations = {
+        (row["op"], row["origin"]): row["calls"] for row in data["phases"]["all"]["operations"]
+    }
+    for op in ("rms_norm", "gated activation", "rotary_embedding"):
+        assert operations[op, "vllm-fl-flaggems"] > 0, op
+        assert (op, "vLLM CUDA") not in operations
+
+
+def test_vendor_layers():
+    data = profile(
+        "--enforce-eager", VLLM_FL_PREFER="vendor", VLLM_FL_OOT_WHITELIST=",".join(LAYERS)
+    )
+    check_every_kernel_is_known(data)
+    operations = {(row["op"], row["origin"]) for row in data["phases"]["all"]["operations"]}
+    for op in ("rms_norm", "gated activation", "rotary_embedding", "write to the KV cache"):
+        assert (op, "vLLM CUDA") in operations, op
+    assert "vllm-fl-flaggems" not in shares(data)

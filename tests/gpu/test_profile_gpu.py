@@ -58,19 +58,24 @@ def test_vllm_alone():
 
 @pytest.mark.parametrize("eager", [True, False])
 def test_triton_layers(eager):
-    """In compiled graphs the kernels are copies that Inductor has made; they count as ours."""
+    """Compiled graphs have the kernels that Inductor makes of the operators' formulas."""
     data = profile(
         *(["--enforce-eager"] if eager else []),
         VLLM_FL_PER_OP=";".join(f"{op}=flagos" for op in LAYERS),
         VLLM_FL_OOT_WHITELIST=",".join(LAYERS),
     )
     check_every_kernel_is_known(data)
-    operations = {
-        (row["op"], row["origin"]): row["calls"] for row in data["phases"]["all"]["operations"]
-    }
-    for op in ("rms_norm", "gated activation", "rotary_embedding"):
-        assert operations[op, "vllm-fl-flaggems"] > 0, op
-        assert (op, "vLLM CUDA") not in operations
+    origins = {}
+    for row in data["phases"]["all"]["operations"]:
+        origins.setdefault(row["op"], set()).add(row["origin"])
+    operations = ("rms_norm", "gated activation", "rotary_embedding")
+    if eager:
+        assert {op: origins[op] for op in operations} == {
+            op: {"vllm-fl-flaggems"} for op in operations
+        }
+    else:
+        assert "Inductor" in shares(data)
+        assert not any("vLLM CUDA" in origins.get(op, ()) for op in operations)
 
 
 def test_vendor_layers():
@@ -79,6 +84,6 @@ def test_vendor_layers():
     )
     check_every_kernel_is_known(data)
     operations = {(row["op"], row["origin"]) for row in data["phases"]["all"]["operations"]}
-    for op in ("rms_norm", "gated activation", "rotary_embedding", "write to the KV cache"):
+    for op in ("rms_norm", "gated activation", "rotary_embedding", "reshape_and_cache_flash"):
         assert (op, "vLLM CUDA") in operations, op
     assert "vllm-fl-flaggems" not in shares(data)

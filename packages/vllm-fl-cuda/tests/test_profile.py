@@ -71,7 +71,7 @@ NAMES = {
         "rotary_embedding", "vLLM CUDA"
     ),
     "void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16, __nv_bfloat16>(int)": (
-        "write to the KV cache", "vLLM CUDA"
+        "reshape_and_cache_flash", "vLLM CUDA"
     ),
     "void vllm::cross_device_reduce_1stage<__nv_bfloat16, 2>(vllm::RankData*)": (
         "communication between GPUs", "vLLM CUDA"

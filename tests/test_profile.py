@@ -22,7 +22,7 @@ def profile(*arguments, **environ):
         capture_output=True,
         text=True,
         check=False,
-        timeout=300,
+        timeout=600,
     )
 
 

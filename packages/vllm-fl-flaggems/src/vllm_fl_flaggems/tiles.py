@@ -239,11 +239,11 @@ def decode_rivals(size: int, rows: int) -> Iterator[DecodeTile]:
     """Yield every tile worth timing for decoding with 16-bit heads of ``size`` channels."""
     block_d = max(16, power_of_2(size))
     block_m = min(64, max(16, power_of_2(rows)))
-    for block_n in (16, 32, 64, 128):
+    for block_n in (32, 64, 128):
         for warps in (2, 4, 8):
             for stages in (2, 3, 4):
                 if 2 * block_d * 2 * stages * block_n <= _SHARED // 2:
-                    for splits in (1, 2, 3, 4, 6, 8, 16, 32, 64):
+                    for splits in (1, 2, 3, 4, 8, 16, 32, 64):
                         yield DecodeTile(block_m, block_n, block_d, warps, stages, splits)
 
 

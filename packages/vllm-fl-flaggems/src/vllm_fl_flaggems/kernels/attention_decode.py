@@ -26,7 +26,7 @@ def _span(
     count,
     length,
     window,
-    SPLITS: tl.constexpr,
+    splits,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
@@ -36,10 +36,10 @@ def _span(
         first_key = tl.maximum(0, length - count - window + 1)
     first_tile = first_key // BLOCK_N * BLOCK_N
     tiles = (length - first_tile + BLOCK_N - 1) // BLOCK_N
-    return first_key, first_tile, (tiles + SPLITS - 1) // SPLITS * BLOCK_N
+    return first_key, first_tile, (tiles + splits - 1) // splits * BLOCK_N
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "splits"])
 def _decode_kernel(
     out,
     parts,
@@ -54,6 +54,7 @@ def _decode_kernel(
     slopes,
     causal,
     window,
+    splits,
     scale,
     cap,
     out_token_stride,
@@ -71,7 +72,7 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
+    JOINED: tl.constexpr,
     PAGE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -95,7 +96,7 @@ def _decode_kernel(
     if CAUSAL == 2:
         is_causal = tl.load(causal + request).to(tl.int32)
     first_key, first_tile, share = _span(
-        count, length, window, SPLITS, BLOCK_N, WINDOW
+        count, length, window, splits, BLOCK_N, WINDOW
     )
     start = first_tile + split * share
     if (count > 0) & (count <= TOKENS) & (start < length):
@@ -111,7 +112,7 @@ def _decode_kernel(
         accumulator = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
         top = tl.full([BLOCK_M], LOWEST, dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
-        if SINKS & (SPLITS == 1):
+        if SINKS & (not JOINED):
             top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2_E
             top = tl.maximum(top, LOWEST)
             total = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
@@ -130,7 +131,7 @@ def _decode_kernel(
         )  # fmt: skip
         # A row may see no key of its part.
         result = accumulator / tl.where(total > 0, total, 1.0)[:, None]
-        if SPLITS == 1:
+        if not JOINED:
             target = row * out_token_stride + head.to(tl.int64) * out_head_stride
             tl.store(
                 out + target[:, None] + column[None, :],
@@ -139,12 +140,12 @@ def _decode_kernel(
             )
         else:
             part = (request.to(tl.int64) * TOKENS + token) * (KV_HEADS * GROUP) + head
-            part = part * SPLITS + split
+            part = part * splits + split
             tl.store(parts + part[:, None] * D + column[None, :], result, mask=inside)
             tl.store(logs + part, top + tl.log2(total), mask=valid)
 
 
-@triton.jit(do_not_specialize=["window"])
+@triton.jit(do_not_specialize=["window", "splits"])
 def _join_kernel(
     out,
     parts,
@@ -153,6 +154,7 @@ def _join_kernel(
     lengths,
     sinks,
     window,
+    splits,
     out_token_stride,
     out_head_stride,
     TOKENS: tl.constexpr,
@@ -160,7 +162,6 @@ def _join_kernel(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
@@ -174,11 +175,11 @@ def _join_kernel(
     count = tl.load(query_start + request + 1) - begin
     length = tl.load(lengths + request)
     if (token < count) & (count <= TOKENS):
-        _, first_tile, share = _span(count, length, window, SPLITS, BLOCK_N, WINDOW)
+        _, first_tile, share = _span(count, length, window, splits, BLOCK_N, WINDOW)
         used = (length - first_tile + share - 1) // share
         split = tl.arange(0, BLOCK_S)
         column = tl.arange(0, BLOCK_D)
-        part = ((request.to(tl.int64) * TOKENS + token) * HEADS + head) * SPLITS + split
+        part = ((request.to(tl.int64) * TOKENS + token) * HEADS + head) * splits + split
         log = tl.load(logs + part, mask=split < used, other=float("-inf"))
         there = (split < used)[:, None] & (column < D)[None, :]
         part_result = tl.load(parts + part[:, None] * D + column[None, :], mask=there, other=0.0)
@@ -244,6 +245,7 @@ def decode(
         slopes,
         causal if by_request else None,
         window or 0,
+        splits,
         scale,
         cap or 0.0,
         out.stride(0),
@@ -261,7 +263,7 @@ def decode(
         BLOCK_D=tile.block_d,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        SPLITS=splits,
+        JOINED=splits > 1,
         PAGE=keys.shape[1],
         CAUSAL=2 if by_request else int(causal),
         WINDOW=window is not None,
@@ -282,6 +284,7 @@ def decode(
             lengths,
             sinks,
             window or 0,
+            splits,
             out.stride(0),
             out.stride(1),
             TOKENS=tokens,
@@ -289,7 +292,6 @@ def decode(
             D=size,
             BLOCK_D=tile.block_d,
             BLOCK_N=tile.block_n,
-            SPLITS=splits,
             BLOCK_S=power_of_2(splits),
             WINDOW=window is not None,
             SINKS=sinks is not None,

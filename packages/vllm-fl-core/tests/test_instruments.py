@@ -65,8 +65,10 @@ def test_what_an_operator_writes_is_compared(manager, impl):
         output.copy_(2 * input.sum(1))
 
     manager.registry.register_many(
-        [impl("default.flagos", doubles, op_name="moe_sum"),
-            impl("reference.torch", sums, op_name="moe_sum"),]
+        [
+            impl("default.flagos", doubles, op_name="moe_sum"),
+            impl("reference.torch", sums, op_name="moe_sum"),
+        ]
     )
     manager.comparison = Comparison({"moe_sum": "reference"}, None)
     output = torch.zeros(2, 4)

@@ -138,7 +138,7 @@ def cache_arguments(**changed):
 def test_the_cache_write_takes_views_of_one_cache():
     from vllm_fl_cuda.ops.cache import reshape_and_cache_flash, reshape_and_cache_flash_supports
 
-    key, value, key_cache, value_cache, slots = arguments = cache_arguments()
+    key, value, key_cache, value_cache, _ = arguments = cache_arguments()
     assert reshape_and_cache_flash_supports(*arguments) is True
     before = key_cache.clone()
     reshape_and_cache_flash(*arguments)

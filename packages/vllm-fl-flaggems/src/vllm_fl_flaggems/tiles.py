@@ -181,13 +181,11 @@ def prefill_tile(size: int, itemsize: int, rows: int) -> AttentionTile:
         return AttentionTile(64, 64 if block_d <= 128 else 32, block_d, 4, 3)
     if block_d <= 128:
         return AttentionTile(128, 64, block_d, 8, 3)
-    return AttentionTile(128, 64, block_d, 8, 2)
+    return AttentionTile(128, 32, block_d, 8, 2)
 
 
 @functools.cache
-def decode_tile(
-    size: int, itemsize: int, rows: int, programs: int, longest: int
-) -> DecodeTile:
+def decode_tile(size: int, itemsize: int, rows: int, programs: int, longest: int) -> DecodeTile:
     """Choose the tile for few query tokens of heads of ``size`` channels of ``itemsize`` bytes.
 
     Args:

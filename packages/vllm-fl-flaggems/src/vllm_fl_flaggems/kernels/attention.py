@@ -9,7 +9,7 @@ Keys lie in cache blocks ("pages") that the block table names. Hidden keys, of s
 nothing or of blocks given back, are never read: whatever they hold, NaN included, stays out.
 """
 
-# ruff: noqa: ANN001, ANN202  (a Triton function's parameters have no Python types)
+# ruff: noqa: ANN001, ANN201, ANN202  (a Triton function's parameters have no Python types)
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def first_row(index, start, length, HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+def first_row(
+    index, start, length, HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """Return token in the request, head in the group, and validity of each row of a program.
 
     Args:
@@ -43,25 +45,13 @@ def first_row(index, start, length, HEADS: tl.constexpr, GROUP: tl.constexpr, BL
 
 
 @triton.jit
-def _pages(
-    table,
-    start,
-    end,
-    first_key,
-    end_key,
-    BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _pages(table, start, first_key, end_key, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
     """Return the cache block of each key of a tile, one number where a block holds the tile."""
     if PAGE % BLOCK_N == 0:
-        page = tl.load(table + start // PAGE, mask=start < end, other=0)
+        page = tl.load(table + start // PAGE, mask=start < end_key, other=0)
     else:
         key = start + tl.arange(0, BLOCK_N)
-        if MASKED:
-            inside = (key >= first_key) & (key < end_key)
-        else:
-            inside = key < end
+        inside = (key >= first_key) & (key < end_key)
         page = tl.load(table + key // PAGE, mask=inside, other=0)
     return page
 
@@ -109,7 +99,7 @@ def attend(
         table: pointer to the request's row of the block table.
         begin: a multiple of BLOCK_N.
         end: where no tile begins any more.
-        first_key, end_key: keys outside are not read (MASKED only; otherwise there are none).
+        first_key, end_key: keys outside are not read.
         position: ``[rows]`` of the queries.
         is_causal: the request's flag (CAUSAL 2 only).
         window: keys that a query sees on each side, its own included (WINDOW only).
@@ -123,11 +113,11 @@ def attend(
     """
     column = tl.arange(0, BLOCK_D)
     # The next tile's pages are read a tile ahead: its addresses are known when its loads start.
-    page = _pages(table, begin, end, first_key, end_key, BLOCK_N, PAGE, MASKED)
+    page = _pages(table, begin, first_key, end_key, BLOCK_N, PAGE)
     for start in range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
         offset = page.to(tl.int64) * block_stride + (key % PAGE).to(tl.int64) * token_stride
-        page = _pages(table, start + BLOCK_N, end, first_key, end_key, BLOCK_N, PAGE, MASKED)
+        page = _pages(table, start + BLOCK_N, first_key, end_key, BLOCK_N, PAGE)
         where = offset[:, None] + column[None, :]
         if MASKED:
             inside = ((key >= first_key) & (key < end_key))[:, None] & (column < D)[None, :]
@@ -171,8 +161,6 @@ def attend(
         shrink = tl.exp2(top - new_top)
         total = total * shrink + tl.sum(weights, axis=1)
         accumulator = accumulator * shrink[:, None]
-        accumulator = tl.dot(
-            weights.to(v.dtype), v, accumulator, input_precision=PRECISION
-        )
+        accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision=PRECISION)
         top = new_top
     return accumulator, top, total

@@ -95,9 +95,7 @@ def _decode_kernel(
     is_causal = 1
     if CAUSAL == 2:
         is_causal = tl.load(causal + request).to(tl.int32)
-    first_key, first_tile, share = _span(
-        count, length, window, splits, BLOCK_N, WINDOW
-    )
+    first_key, first_tile, share = _span(count, length, window, splits, BLOCK_N, WINDOW)
     start = first_tile + split * share
     if (count > 0) & (count <= TOKENS) & (start < length):
         stop = tl.minimum(start + share, length)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm_fl.dispatch.state import current_device
 from vllm_fl_flaggems.availability import interpreted
 
+
 def supports(use_mla: bool = False, use_sparse: bool = False) -> object:
     """Say whether there are kernels for such a model on the device that vLLM runs on."""
     if use_mla or use_sparse:

@@ -88,7 +88,9 @@ class Form:
             key, value = whole[0], whole[1]
         else:
             key, value = (self._cache(maker, BLOCKS, *order, size) for size in self.sizes)
-        return (key.transpose(1, 2), value.transpose(1, 2)) if "hnd" in self.layout else (key, value)
+        return (
+            (key.transpose(1, 2), value.transpose(1, 2)) if "hnd" in self.layout else (key, value)
+        )
 
     def _cache(self, maker: Maker, *shape: int) -> Tensor:
         layout = "skewed" if self.layout == "skewed" else "contiguous"

@@ -1,0 +1,99 @@
+"""Compiles the attention kernels for compute capability 9.0 without a GPU; prints facts as JSON.
+
+Run in a process of its own, in which kernels are not interpreted.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from vllm_fl_flaggems import tiles
+from vllm_fl_flaggems.kernels.attention_decode import _decode_kernel
+from vllm_fl_flaggems.kernels.attention_prefill import _prefill_kernel
+
+POINTERS = {"table": "*i32", "query_start": "*i32", "lengths": "*i32", "slopes": "*fp32",
+            "parts": "*fp32", "logs": "*fp32"}  # fmt: skip
+FEATURES = {"CAUSAL": 1, "WINDOW": False, "CAP": False, "SINKS": False, "ALIBI": False,
+            "PRECISION": "tf32", "OVERLAP": True}  # fmt: skip
+
+
+def compiled(kernel: Any, tile: tiles.AttentionTile, size: int, group: int, page: int) -> Any:
+    """Compile a kernel as a bf16 model would launch it."""
+    constants: dict[str, Any] = {
+        **FEATURES, "GROUP": group, "HEADS": min(group, tile.block_m), "D": size,
+        "BLOCK_D": tile.block_d, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "PAGE": page,
+        "sinks": None, "slopes": None, "causal": None,
+    }  # fmt: skip
+    if isinstance(tile, tiles.DecodeTile):
+        constants |= {"KV_HEADS": 8, "JOINED": tile.splits > 1}
+        if tile.splits == 1:
+            constants |= {"parts": None, "logs": None}
+    signature, attributes = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name in (*POINTERS, "out", "query", "keys", "values"):
+            signature[name] = POINTERS.get(name, "*bf16")
+            attributes[(index,)] = [["tt.divisibility", 16]]
+        elif name in ("scale", "cap"):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if name.endswith("stride"):
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(kernel.arg_names.index(n),): value for n, value in constants.items()},
+        attrs=attributes,
+    )
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def facts(found: Any) -> dict[str, int]:
+    """Count what matters in the code."""
+    ptx = found.asm["ptx"]
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(found.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [tool, "-res-usage", file.name], check=True, capture_output=True, text=True
+        ).stdout
+    (stack,) = re.findall(r"STACK:(\d+)", usage)
+    return {
+        "async_copies": len(re.findall(r"cp\.async\.cg\.shared", ptx)),
+        "warpgroup_products": len(re.findall(r"wgmma\.mma_async", ptx)),
+        "warp_products": len(re.findall(r"mma\.sync", ptx)),
+        "shared": found.metadata.shared,
+        "stack": int(stack),
+    }
+
+
+def main() -> None:
+    """Compile the tiles that are chosen for common heads."""
+    results = {}
+    for size, page in ((64, 16), (128, 16), (128, 64), (256, 16)):
+        tile = tiles.prefill_tile(size, 2, 4096)
+        found = compiled(_prefill_kernel, tile, size, 4, page)
+        results[f"prefill {size} {page}"] = facts(found)
+        for splits_for in (8, 4096):
+            choice = tiles.decode_tile(size, 2, 4, splits_for, 8192)
+            found = compiled(_decode_kernel, choice, size, 4, page)
+            results[f"decode {size} {page} {choice.splits}"] = facts(found)
+    json.dump(results, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

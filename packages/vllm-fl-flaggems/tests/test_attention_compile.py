@@ -1,0 +1,40 @@
+"""The attention kernels compile for Hopper; what must be in the code is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    environ = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environ["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("compile_attention.py"))],
+        env=environ, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, dict[str, int]] = json.loads(done.stdout)
+    return found
+
+
+def test_nothing_spills_and_all_of_it_fits(kernels: dict[str, dict[str, int]]) -> None:
+    assert len(kernels) == 12
+    assert {name: facts["stack"] for name, facts in kernels.items() if facts["stack"]} == {}
+    assert max(facts["shared"] for facts in kernels.values()) <= 227 * 1024
+
+
+def test_loads_of_keys_and_values_run_ahead(kernels: dict[str, dict[str, int]]) -> None:
+    assert all(facts["async_copies"] >= 24 for facts in kernels.values()), kernels
+
+
+def test_products_are_on_tensor_cores(kernels: dict[str, dict[str, int]]) -> None:
+    for name, facts in kernels.items():
+        kind = "warpgroup_products" if name.startswith("prefill") else "warp_products"
+        assert facts[kind] > 0, name

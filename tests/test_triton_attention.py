@@ -1,0 +1,32 @@
+"""Stock vLLM on the CPU platform with the Triton attention, interpreted."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+NEW_TOKENS = 4
+BACKEND = "vllm_fl_flaggems.attention.backend.AttentionFLBackend"
+TRITON = {
+    "TRITON_INTERPRET": "1",
+    "VLLM_FL_PER_OP": "attention_backend=flagos;reshape_and_cache_flash=flagos",
+}
+
+
+def test_chunked_prefill_beside_decodes(vllm, tiny_model, prompts, expected):
+    """Long prompts in chunks of 64 tokens, beside requests that decode already."""
+    chosen = [1, 6, 11, 13]
+    result = vllm(
+        tiny_model, [prompts[i] for i in chosen],
+        new_tokens=NEW_TOKENS, env=TRITON, max_num_batched_tokens=64, enable_prefix_caching=False,
+    )  # fmt: skip
+    assert [output["tokens"] for output in result["outputs"][0]] == [
+        expected[i][:NEW_TOKENS] for i in chosen
+    ]
+    assert f"Attention backend: {BACKEND} (default.flagos" in result["log"]
+    used = {row["op"]: row["implementation"] for row in result["operators"][0]}
+    calls = {row["op"]: row["calls"] for row in result["operators"][0]}
+    assert used["reshape_and_cache_flash"] == "default.flagos"
+    assert calls["reshape_and_cache_flash"] > NEW_TOKENS
+    assert used["rms_norm"] == "reference.torch"

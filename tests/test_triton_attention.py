@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("triton")
+pytest.importorskip("vllm_fl_flaggems")
 
 NEW_TOKENS = 4
 BACKEND = "vllm_fl_flaggems.attention.backend.AttentionFLBackend"
@@ -16,7 +17,7 @@ TRITON = {
 
 def test_chunked_prefill_beside_decodes(vllm, tiny_model, prompts, expected):
     """Long prompts in chunks of 64 tokens, beside requests that decode already."""
-    chosen = [1, 6, 11, 13]
+    chosen = [0, 6, 12]
     result = vllm(
         tiny_model, [prompts[i] for i in chosen],
         new_tokens=NEW_TOKENS, env=TRITON, max_num_batched_tokens=64, enable_prefix_caching=False,

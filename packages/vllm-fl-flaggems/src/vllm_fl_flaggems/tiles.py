@@ -218,7 +218,7 @@ def cache_rivals(kv_heads: int, size: int) -> Iterator[CacheTile]:
     for heads in (1, 2, 4, 8, 16, 32):
         for warps in (1, 2, 4, 8):
             values = heads * power_of_2(size) // (_WARP * warps)
-            if heads <= power_of_2(kv_heads) and _VECTOR // 2 <= values <= 4 * _VECTOR:
+            if heads <= power_of_2(kv_heads) and 2 <= values <= 4 * _VECTOR:
                 yield CacheTile(heads, warps)
 
 

@@ -4,7 +4,8 @@ The interpreter keeps a bf16 as the 16 bits of its pattern and computes with tho
 and its conversion from fp32 cuts bits off instead of rounding. Nothing of it raises. ``repair``
 puts wrappers around the few methods of the interpreter through which every such operation goes:
 they widen bf16 to fp32, compute, and round to nearest, ties to even. Reducing bf16 raises, as the
-kernels reduce in fp32. Python's ``and`` and ``or`` on masks, of which the interpreter drops an
+kernels reduce in fp32. ``repair`` also takes away most of the time that the interpreter spends on
+calls between functions. Python's ``and`` and ``or`` on masks, of which the interpreter drops an
 operand, cannot be seen from here: ``test_sources.py`` refuses them in the kernels' source.
 """
 
@@ -16,7 +17,12 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, ReduceScanOpInterface, TensorHandle
+from triton.runtime.interpreter import (
+    GridExecutor,
+    InterpreterBuilder,
+    ReduceScanOpInterface,
+    TensorHandle,
+)
 
 QUIET_NAN = 0x7FC0
 
@@ -108,6 +114,35 @@ def reduction(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def patching_once(patch: Callable[..., Any], patched: set[int]) -> Callable[..., Any]:
+    """Wrap ``_patch_lang``, which takes milliseconds before each call of one function by another.
+
+    Within a launch a language module that has been patched once stays as it is.
+    """
+
+    def call(fn: Any) -> Any:
+        modules = {id(m) for m in fn.__globals__.values() if m is tl or m is tl.core}
+        if modules <= patched:
+            return interpreter._LangPatchScope()  # with nothing to restore
+        patched.update(modules)
+        return patch(fn)
+
+    return call
+
+
+def launching(launch: Callable[..., Any], patched: set[int]) -> Callable[..., Any]:
+    """Wrap ``GridExecutor.__call__``, at whose end the language is restored."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        try:
+            return launch(*args, **kwargs)
+        finally:
+            patched.clear()
+
+    return call
+
+
 def repair() -> None:
     """Put the wrappers in place, once a process."""
     if hasattr(interpreter, "vllm_fl_repaired"):
@@ -122,4 +157,7 @@ def repair() -> None:
         "create_dot": dot,
     }.items():
         setattr(InterpreterBuilder, name, wrap(getattr(InterpreterBuilder, name)))
+    patched: set[int] = set()
+    interpreter._patch_lang = patching_once(interpreter._patch_lang, patched)
+    GridExecutor.__call__ = launching(GridExecutor.__call__, patched)
     ReduceScanOpInterface.apply = reduction(ReduceScanOpInterface.apply)

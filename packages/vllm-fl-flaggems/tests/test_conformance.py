@@ -1,16 +1,68 @@
-"""The conformance kit, every kernel interpreted."""
+"""The conformance kit, every kernel interpreted.
+
+A program takes the interpreter milliseconds whatever its size, so the kernels that a GPU would run
+in hundreds of programs are cut into fewer here; the choices for a GPU have their own tests.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 
 from vllm_fl.testing.suite import conformance_test
 from vllm_fl_flaggems import tiles
+from vllm_fl_flaggems.moe_tiles import (
+    AlignTile,
+    GroupedTile,
+    SumTile,
+    TopkTile,
+    align_tile,
+    grouped_tile,
+    sum_tile,
+    topk_tile,
+)
+from vllm_fl_flaggems.ops import align, experts, moe_sum, routing
+from vllm_fl_flaggems.tiles import power_of_2
+
+
+def large_topk(tokens: int, count: int, k: int) -> TopkTile:
+    return replace(topk_tile(tokens, count, k), rows=min(128, power_of_2(tokens)))
+
+
+def large_grouped(count: int, groups: int, k: int) -> GroupedTile:
+    return replace(grouped_tile(count, groups, k), tokens=32)
+
+
+def large_align(choices: int, count: int, block: int) -> AlignTile:
+    tile = align_tile(choices, count, block)
+    strategy = "split" if choices % 2 else "whole"
+    return replace(tile, strategy=strategy, experts=max(1, power_of_2(count) // 4), chunk=256)
+
+
+def large_sum(tokens: int, width: int) -> SumTile:
+    return replace(sum_tile(tokens, width), block=power_of_2(width))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def large_tiles() -> Iterator[None]:
+    changes: list[tuple[object, str, Callable[..., object]]] = [
+        (routing, "topk_tile", large_topk),
+        (routing, "grouped_tile", large_grouped),
+        (align, "align_tile", large_align),
+        (moe_sum, "sum_tile", large_sum),
+        (experts, "sum_tile", large_sum),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, choice in changes:
+            patch.setattr(module, name, choice)
+        yield
 
 
 @pytest.fixture(autouse=True)
 def _few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Split requests into three parts at most: interpreting an idle program takes milliseconds."""
+    """Split requests into three parts at most."""
     monkeypatch.setattr(tiles, "_MOST_SPLITS", 3)
     tiles.decode_tile.cache_clear()
 

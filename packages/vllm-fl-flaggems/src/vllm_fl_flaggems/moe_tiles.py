@@ -42,15 +42,17 @@ class TopkTile:
 
 @dataclass(frozen=True)
 class GroupedTile:
-    """The experts of one token as a matrix.
+    """The experts of a token as a matrix.
 
     Attributes:
+        tokens: tokens of a program.
         groups: groups, rounded up to a power of two.
         members: experts of a group, rounded up to a power of two.
         slots: chosen experts, rounded up to a power of two.
         warps: warps of a program.
     """
 
+    tokens: int
     groups: int
     members: int
     slots: int
@@ -159,14 +161,14 @@ def grouped_tile(experts: int, groups: int, k: int) -> GroupedTile:
     """Choose the tile for ``experts`` experts in ``groups`` groups."""
     rows, columns = power_of_2(groups), power_of_2(experts // groups)
     warps = min(8, max(1, rows * columns // (_WARP * 16)))
-    return GroupedTile(rows, columns, power_of_2(k), warps)
+    return GroupedTile(1, rows, columns, power_of_2(k), warps)
 
 
 def grouped_rivals(experts: int, groups: int, k: int) -> Iterator[GroupedTile]:
     """Yield every tile worth timing for ``experts`` experts in ``groups`` groups."""
     chosen = grouped_tile(experts, groups, k)
-    for warps in (1, 2, 4, 8):
-        yield replace(chosen, warps=warps)
+    for tokens, warps in product((1, 2, 4), (1, 2, 4, 8)):
+        yield replace(chosen, tokens=tokens, warps=warps)
 
 
 @functools.cache

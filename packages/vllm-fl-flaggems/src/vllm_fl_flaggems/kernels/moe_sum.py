@@ -25,18 +25,20 @@ def _addend(
     j,
     column,
     choice_stride,
-    inside,
+    N: tl.constexpr,
     K: tl.constexpr,
     RANGE: tl.constexpr,
     E: tl.constexpr,
     MAPPED: tl.constexpr,
     CHECKED: tl.constexpr,
 ):
+    width = N
     if CHECKED:
         position = token.to(tl.int64) * K + j
-        inside = inside & (expert_of(ids, expert_map, position, j < K, RANGE, E, MAPPED) >= 0)
+        expert = expert_of(ids, expert_map, position, token >= 0, RANGE, E, MAPPED)
+        width = tl.where(expert >= 0, N, 0)
     source = x + tl.cast(j, tl.int64) * choice_stride + column
-    return tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    return tl.load(source, mask=column < width, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -60,23 +62,22 @@ def _moe_sum_kernel(
     tiles: tl.constexpr = (N + BLOCK - 1) // BLOCK
     token = tl.program_id(0) // tiles
     column = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < N
     x += token.to(tl.int64) * token_stride
     total = tl.zeros((BLOCK,), tl.float32)
     if K <= _UNROLLED:
         for j in tl.static_range(K):
             total += _addend(
-                x, ids, expert_map, token, j, column, choice_stride, inside, K, RANGE, E, MAPPED,
+                x, ids, expert_map, token, j, column, choice_stride, N, K, RANGE, E, MAPPED,
                 CHECKED,
             )  # fmt: skip
     else:
         for j in range(K):
             total += _addend(
-                x, ids, expert_map, token, j, column, choice_stride, inside, K, RANGE, E, MAPPED,
+                x, ids, expert_map, token, j, column, choice_stride, N, K, RANGE, E, MAPPED,
                 CHECKED,
             )  # fmt: skip
     target = out + token.to(tl.int64) * N + column
-    tl.store(target, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(target, total.to(out.dtype.element_ty), mask=column < N)
 
 
 def moe_sum(out: Tensor, x: Tensor, choices: Choices | None, tile: SumTile) -> None:

@@ -193,7 +193,7 @@ def align_rivals(choices: int, experts: int, block: int) -> Iterator[AlignTile]:
     chosen = align_tile(choices, experts, block)
     seen = set()
     for strategy, own, chunk, warps in product(
-        ("whole", "split"), (1, 2, 4, 8), (32, 128, 256, 512, 1024, 2048, 4096), (1, 4, 8, 16)
+        ("whole", "split"), (1, 4), (32, 256, 512, 1024, 4096), (1, 4, 8, 16)
     ):
         fits = 1 <= chunk // (_WARP * warps) <= 16 and chunk < 2 * max(_WARP, choices)
         many = -(-choices // chunk) > (32 if strategy == "whole" else 256)
@@ -306,19 +306,23 @@ def experts_rivals(chosen: ExpertsTile, itemsize: int, memory: int) -> Iterator[
     for rows in (16, 32, 64, 128):
         if rows in (chosen.rows // 2, 2 * chosen.rows) and not chosen.direct:
             yield replace(chosen, rows=rows)
-    swaps = (False, True) if chosen.rows <= 64 else (False,)
+    few = chosen.rows <= 64
     for name in ("up", "down"):
         current = getattr(chosen, name)
         for columns, depth, warps, stages, swap in product(
-            (32, 64, 128, 256), (64, 128, 256), (4, 8), (2, 3, 4, 5), swaps
+            (32, 64, 128) if few else (128, 256),
+            (64, 128, 256) if few else (64,),
+            (4,) if few else (4, 8),
+            (2, 3, 4) if few else (3, 4),
+            (False, True) if few else (False,),
         ):
             tile = replace(
                 current, columns=columns, depth=depth, warps=warps, stages=stages, swap=swap
             )
             values = chosen.rows * columns // (_WARP * warps)  # fp32 registers of a thread
-            fits = _shared_bytes(chosen.rows, tile, itemsize) <= memory
+            fits = memory // 8 <= _shared_bytes(chosen.rows, tile, itemsize) <= memory
             if fits and 2 <= values <= 128 and not (swap and columns < 64) and tile != current:
                 yield replace(chosen, **{name: tile})
         for group in (1, 2, 4, 8, 16):
-            if group != current.group and chosen.rows >= 64:
+            if group != current.group and not few:
                 yield replace(chosen, **{name: replace(current, group=group)})

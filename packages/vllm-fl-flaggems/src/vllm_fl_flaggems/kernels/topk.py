@@ -26,7 +26,7 @@ _UNROLLED = tl.constexpr(16)  # rounds that are compiled one by one
 def _keys(x, column, E: tl.constexpr, PACKED: tl.constexpr):
     key = to_key(x)
     if PACKED:
-        key = (key & ~_INDEX) | (_INDEX - column)[None, :]
+        key = (key & ~_INDEX) | (~column & _INDEX)[None, :]
     return tl.where((column < E)[None, :], key, LOWEST)
 
 
@@ -44,7 +44,7 @@ def _take(key, column, BLOCK: tl.constexpr, PACKED: tl.constexpr):
     """Return the keys without the largest of each row, its expert and its logit."""
     best = tl.max(key, axis=1)
     if PACKED:
-        index = _INDEX - (best & _INDEX)
+        index = ~best & _INDEX
         taken = key == best[:, None]
     else:
         index = tl.min(tl.where(key == best[:, None], column[None, :], BLOCK), axis=1)

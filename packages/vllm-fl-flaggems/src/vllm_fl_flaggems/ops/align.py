@@ -114,7 +114,7 @@ def aligned(choices: Choices, block: int, pad: bool) -> tuple[Tensor, Tensor, Te
         New ``(sorted_ids, expert_ids, num_tokens_post_pad)``.
     """
     count = choices.ids.numel()
-    outs = _outputs(choices.ids, count, block, choices.experts, pad)
+    outs = outputs(choices.ids, count, block, choices.experts, pad)
     if count:
         kernels.align(*outs, choices, block, align_tile(count, choices.experts, block))
     else:
@@ -122,9 +122,10 @@ def aligned(choices: Choices, block: int, pad: bool) -> tuple[Tensor, Tensor, Te
     return outs
 
 
-def _outputs(
+def outputs(
     ids: Tensor, count: int, block: int, experts: int, pad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the three results, not written yet, for ``count`` choices."""
     size = count + experts * (block - 1)
     if pad:
         size = -(-size // block) * block
@@ -145,7 +146,7 @@ def _fake(
     pad_sorted_ids: bool,
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return _outputs(topk_ids, topk_ids.numel(), block_size, num_experts, pad_sorted_ids)
+    return outputs(topk_ids, topk_ids.numel(), block_size, num_experts, pad_sorted_ids)
 
 
 define(

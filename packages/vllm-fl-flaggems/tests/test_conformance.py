@@ -28,7 +28,6 @@ from vllm_fl_flaggems.moe_tiles import (
 from vllm_fl_flaggems.ops import align, experts, moe_sum, routing
 from vllm_fl_flaggems.tiles import power_of_2
 
-
 SLOW = ("topk_softmax", "grouped_topk", "moe_align_block_size", "fused_experts")
 EVERY = 7
 

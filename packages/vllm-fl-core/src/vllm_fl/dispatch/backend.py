@@ -92,6 +92,27 @@ class Backend:
         """Whether the backend's operators can run here: a bool, a Decision, or why not as text."""
         return True
 
+    def knows(self, name: str) -> object:
+        """Whether ``flagos_whitelist`` and ``flagos_blacklist`` may hold a name for this backend.
+
+        Asked for names that the catalogue does not have; the same answers as ``is_available``.
+        """
+        return False
+
+    def start_worker(self, rank: int) -> None:
+        """Called in each process that runs a model, when the device is set and before it is built.
+
+        A process may build more than one model, under another policy. What it raises stops the
+        process if it is a VllmFLError or the policy is strict; else it is logged.
+
+        Args:
+            rank: the process's rank among those that run the model.
+        """
+
+    def facts(self) -> Mapping[str, object]:
+        """More to tell in `vllm-fl doctor`; must not touch a device."""
+        return {}
+
     def implementations(self) -> Iterator[OpImpl | Exception]:
         """Yield one OpImpl for each operator, or the error that this operator alone lost to."""
         methods = [op for op in CATALOGUE if callable(getattr(self, op, None))]

@@ -148,7 +148,7 @@ class Config:
         arguments: dict[str, Any] = {}
         for setting in SETTINGS:
             arguments |= setting.as_policy(self[setting.key])
-        if not (self["prefer_enabled"] and self["use_flaggems"]):
+        if not self["prefer_enabled"] or self["use_flaggems"] is False:
             arguments["flagos_whitelist"] = ()
         try:
             return SelectionPolicy.from_dict(**arguments)

@@ -157,6 +157,18 @@ def get_discovered_plugins() -> tuple[DiscoveredBackend, ...]:
         return _found
 
 
+def knows_listed_name(name: str) -> Decision:
+    """Say whether a backend knows a name of the flagos lists that the catalogue does not have."""
+    reasons = []
+    for record in get_discovered_plugins():
+        if record.decision and record.backend is not None:
+            decision = Decision.of(record.backend.knows(name), "")
+            if decision:
+                return YES
+            reasons.append(decision.reason)
+    return Decision.no(" ".join(filter(None, reasons)))
+
+
 def clear_discovered_plugins() -> None:
     """Forget what was found, so that the next call looks again."""
     global _found

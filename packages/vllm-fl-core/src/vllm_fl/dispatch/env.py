@@ -175,16 +175,20 @@ PREFER_ENABLED = EnvVar(
     "platform, worker and attention selection stay.",
 )  # fmt: skip
 USE_FLAGGEMS = EnvVar(
-    "USE_FLAGGEMS", parse_bool, True, "boolean",
-    "Off: no operator of the default (FlagGems/Triton) backend; vendor and reference remain.",
+    "USE_FLAGGEMS", parse_bool, None, "boolean",
+    "Off: no operator of the default (FlagGems/Triton) backend; vendor and reference remain. "
+    "On: besides its operators, flag_gems also runs PyTorch's (ATen) operators in eager code. Not "
+    "set: its operators alone.",
 )  # fmt: skip
 FLAGOS_WHITELIST = EnvVar(
     "VLLM_FL_FLAGOS_WHITELIST", parse_list, None, "a,b",
-    "The only operators that the default backend may run.",
+    "The only operators that the default backend may run; names of ATen operators that flag_gems "
+    "has (mm, add.Tensor) let it run those.",
 )  # fmt: skip
 FLAGOS_BLACKLIST = EnvVar(
     "VLLM_FL_FLAGOS_BLACKLIST", parse_list, (), "a,b or +a,+b",
-    "Operators that the default backend may not run; +name adds to the platform's list.",
+    "Operators that the default backend may not run, ATen operators among them; +name adds to the "
+    "platform's list.",
 )  # fmt: skip
 OOT_ENABLED = EnvVar(
     "VLLM_FL_OOT_ENABLED", parse_bool, True, "boolean",
@@ -231,7 +235,8 @@ OPLIST = EnvVar(
 )  # fmt: skip
 FLAGGEMS_OPLIST = EnvVar(
     "FLAGGEMS_ENABLE_OPLIST_PATH", parse_path, None, "path",
-    "The same under its older name; VLLM_FL_OPLIST wins.",
+    "The same under its older name; VLLM_FL_OPLIST wins. When flag_gems runs ATen operators, the "
+    "list is /tmp/flaggems_enable_oplist.txt if neither is set.",
 )  # fmt: skip
 
 VARIABLES: tuple[EnvVar, ...] = tuple(v for v in list(globals().values()) if isinstance(v, EnvVar))

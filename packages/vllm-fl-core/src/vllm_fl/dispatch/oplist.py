@@ -8,6 +8,7 @@ bound, so it is complete in eager, compiled and graph modes alike.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from vllm_fl.dispatch.logging import get_logger
@@ -42,9 +43,13 @@ class OpList:
 
     def note(self, op_name: str, impl_id: str) -> None:
         """Add an implementation; a new one is written at once."""
-        line = f"[DEBUG] vllm_fl.dispatch.ops.{op_name}: {impl_id}"
-        if line not in self._lines:
-            self._lines[line] = None
+        self.add([f"[DEBUG] vllm_fl.dispatch.ops.{op_name}: {impl_id}"])
+
+    def add(self, lines: Iterable[str]) -> None:
+        """Add lines as they are; those that are new are written at once."""
+        new = [line for line in lines if line not in self._lines]
+        if new:
+            self._lines.update(dict.fromkeys(new))
             try:
                 write_atomically(self.path, "\n".join(self._lines) + "\n")
             except OSError as error:

@@ -11,7 +11,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from vllm_fl.dispatch.errors import ConfigError, NoImplementationError, nearest
+from vllm_fl.dispatch import discovery
+from vllm_fl.dispatch.errors import (
+    ConfigError,
+    NoImplementationError,
+    UnknownOperatorError,
+    nearest,
+)
 from vllm_fl.dispatch.ops import get_spec
 from vllm_fl.dispatch.types import YES, BackendImplKind, Decision, OpImpl
 
@@ -61,6 +67,20 @@ def name_set(setting: str, names: Iterable[str]) -> frozenset[str]:
     return frozenset(found)
 
 
+def _check_listed(name: str) -> None:
+    """Check a name of the flagos lists: an operator, or a name that an installed backend knows.
+
+    Raises:
+        UnknownOperatorError: it is neither.
+    """
+    try:
+        get_spec(name)
+    except UnknownOperatorError as error:
+        decision = discovery.knows_listed_name(name)
+        if not decision:
+            raise UnknownOperatorError(f"{error} {decision.reason}".strip()) from None
+
+
 @dataclass(frozen=True)
 class SelectionPolicy:
     """How implementations are chosen. Immutable; make one with :meth:`from_dict`.
@@ -73,7 +93,8 @@ class SelectionPolicy:
         deny_vendors: vendors that may not run.
         allow_vendors: the only vendors that may run; None means any.
         flagos_whitelist: the only operators that implementations of kind DEFAULT may run; None
-            means any, an empty set none.
+            means any, an empty set none. Here and in the next one a name may also be one that
+            only a backend knows, as flag_gems' ATen operators are.
         flagos_blacklist: operators that they may not run.
     """
 
@@ -92,8 +113,8 @@ class SelectionPolicy:
         for name in ("deny_vendors", "allow_vendors", "flagos_whitelist", "flagos_blacklist"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, name_set(name, getattr(self, name)))
-        for op in (*self.flagos_blacklist, *(self.flagos_whitelist or ())):
-            get_spec(op)
+        for name in (*self.flagos_blacklist, *(self.flagos_whitelist or ())):
+            _check_listed(name)
         if not isinstance(self.strict, bool):
             raise ConfigError(f"strict={self.strict!r} is not a boolean. Allowed: true, false.")
         for op, order in self.per_op_order:

@@ -121,7 +121,10 @@ def doctor(manager: OpManager) -> dict[str, Any]:
     try:
         manager.ensure_initialized()
         choice = state.current_device()
-        report["backends"] = backends()
+        report["backends"] = [
+            {**row, "facts": dict(record.backend.facts() if record.backend else {})}
+            for row, record in zip(backends(), discovery.get_discovered_plugins(), strict=True)
+        ]
         report["device"] = {
             "backend": choice.backend,
             "refused": {name: d.reason for name, d in choice.claims.items() if not d},

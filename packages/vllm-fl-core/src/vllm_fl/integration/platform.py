@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm_fl.dispatch import env
 from vllm_fl.dispatch.errors import ConfigError
+from vllm_fl.dispatch.types import load_object
 from vllm_fl.integration import attention, custom_ops, handover
 
 if TYPE_CHECKING:
@@ -61,11 +62,28 @@ class PlatformFL:
         parent: Any = super()
         parent.check_and_update_config(vllm_config)
         parallel = vllm_config.parallel_config
-        if not parallel.worker_extension_cls:
-            parallel.worker_extension_cls = WORKER_EXTENSION
+        parallel.worker_extension_cls = _worker_extension(parallel.worker_extension_cls)
         _check_comparison(vllm_config)
         custom_ops.enable(vllm_config)
         handover.publish(vllm_config)
+
+
+def _worker_extension(given: str) -> str:
+    """Return the extension of vLLM's worker: the user's if it is one of vllm-fl's, too.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if given in ("", WORKER_EXTENSION):
+        return WORKER_EXTENSION
+    from vllm_fl.integration.worker import WorkerExtensionFL
+
+    if not issubclass(load_object(":".join(given.rsplit(".", 1))), WorkerExtensionFL):
+        raise ConfigError(
+            f"worker_extension_cls={given!r}: vllm-fl needs its own extension in each worker; make "
+            f"the class a subclass of {WORKER_EXTENSION}."
+        )
+    return given
 
 
 def _check_comparison(vllm_config: VllmConfig) -> None:

@@ -4,16 +4,69 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm_fl.dispatch import discovery, state
 from vllm_fl.dispatch.default import get_default_manager
+from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.handle import BoundOp
+from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.report import operator_table
+from vllm_fl.integration.handover import adopt
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = get_logger("vllm_fl.integration")
+
+
+def start_backends(vllm_config: VllmConfig, rank: int) -> None:
+    """Let each usable backend do what it has to before a model is built in this process.
+
+    Raises:
+        VllmFLError: a backend refuses.
+        Exception: a backend fails, and the policy is strict.
+    """
+    adopt(vllm_config)
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    if manager.oplist is not None:
+        manager.oplist.rank = rank
+    for record in discovery.get_discovered_plugins():
+        if record.decision and record.backend is not None:
+            try:
+                record.backend.start_worker(rank)
+            except Exception as error:
+                if isinstance(error, VllmFLError) or state.get_global_policy().strict:
+                    raise
+                logger.warning(
+                    "Backend %s could not start: %s: %s", record.name, type(error).__name__, error
+                )
+
+
+class _WorkerHooks:
+    """What runs before vLLM's own methods of a worker."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Start the backends in this process, whose device is set by now, then load the model."""
+        worker: Any = self
+        start_backends(worker.vllm_config, worker.rank)
+        parent: Any = super()
+        return parent.load_model(*args, **kwargs)
 
 if TYPE_CHECKING:
     from vllm_fl.profiling.recorder import Recorder
 
 
 class WorkerExtensionFL:
-    """Mixed into vLLM's worker through ``parallel_config.worker_extension_cls``."""
+    """Mixed into vLLM's worker through ``parallel_config.worker_extension_cls``.
+
+    vLLM appends this class to the bases of the worker's class, where it can add methods but not
+    go before the worker's own. So it makes a worker of a subclass that does.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> WorkerExtensionFL:
+        """Make a worker with hooks; its own ``__init__`` follows."""
+        hooked: type[WorkerExtensionFL] = type(cls.__name__, (_WorkerHooks, cls), {})
+        return object.__new__(hooked)
 
     _fl_recorder: Recorder
 

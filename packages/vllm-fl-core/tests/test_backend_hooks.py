@@ -1,0 +1,183 @@
+"""What core asks of a backend beyond its operators: listed names, the start of workers, facts."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_fl.dispatch import (
+    BackendImplKind,
+    ConfigError,
+    SelectionPolicy,
+    UnknownOperatorError,
+    discovery,
+    set_global_policy,
+)
+from vllm_fl.dispatch.backend import Backend
+from vllm_fl.dispatch.oplist import OpList
+from vllm_fl.dispatch.types import Decision
+
+ACME = """
+from vllm_fl.dispatch.backend import Backend
+class B(Backend):
+    name = vendor = "acme"
+    def knows(self, name):
+        return True if name.startswith("at_") else "acme knows at_NAME."
+    def facts(self):
+        return {"driver": 3}
+"""
+
+
+class Acme(Backend):
+    name = vendor = "acme"
+    kind = BackendImplKind.VENDOR
+    error: Exception | None = None
+
+    def __init__(self):
+        self.ranks = []
+
+    def start_worker(self, rank):
+        self.ranks.append(rank)
+        if self.error is not None:
+            raise self.error
+
+    def knows(self, name):
+        return True if name.startswith("at_") else "acme knows at_NAME."
+
+
+@pytest.fixture
+def acme(monkeypatch):
+    backend = Acme()
+    records = (
+        discovery.DiscoveredBackend("acme", "by hand", backend=backend),
+        discovery.DiscoveredBackend("plain", "by hand", register_builtins=lambda registry: None),
+        discovery.DiscoveredBackend(
+            "broken", "by hand", backend=Acme(), decision=Decision.no("it is broken")
+        ),
+    )
+    monkeypatch.setattr(discovery, "get_discovered_plugins", lambda: records)
+    return backend
+
+
+@pytest.mark.parametrize("key", ["flagos_whitelist", "flagos_blacklist"])
+def test_the_lists_take_what_a_backend_knows(acme, key):
+    policy = SelectionPolicy.from_dict(**{key: ["at_mm", "rms_norm"]})
+    assert SelectionPolicy.from_dict(**policy.to_dict()) == policy
+    with pytest.raises(UnknownOperatorError, match=r"Unknown operator 'rms_nrm'.*acme knows at_"):
+        SelectionPolicy.from_dict(**{key: ["rms_nrm"]})
+
+
+def test_orders_are_for_operators_alone(acme):
+    with pytest.raises(UnknownOperatorError, match="Unknown operator 'at_mm'"):
+        SelectionPolicy.from_dict(per_op_order={"at_mm": ["vendor"]})
+
+
+def test_no_backend_is_asked_about_an_operator(monkeypatch):
+    monkeypatch.setattr(discovery, "get_discovered_plugins", lambda: pytest.fail("asked"))
+    assert SelectionPolicy(flagos_blacklist=["rms_norm"]).flagos_blacklist == {"rms_norm"}
+
+
+def test_a_list_in_the_environment_and_facts_in_the_report(wheels):
+    wheels.add("acme", ACME)
+    code = """
+import json, sys
+from vllm_fl.dispatch import get_default_manager, get_policy
+from vllm_fl.dispatch.report import doctor
+report = doctor(get_default_manager())
+facts = {row["name"]: row["facts"] for row in report["backends"]}
+print(json.dumps([sorted(get_policy().flagos_blacklist), facts["acme"], "torch" in sys.modules]))
+"""
+    known = wheels.python(code, VLLM_FL_FLAGOS_BLACKLIST="at_mm,rms_norm")
+    assert known == [["at_mm", "rms_norm"], {"driver": 3}, False]
+
+
+def test_use_flaggems_has_three_states(monkeypatch):
+    from vllm_fl.dispatch import config
+
+    for text, value in (("", None), ("1", True), ("off", False)):
+        loaded = config.load(environ={"USE_FLAGGEMS": text})
+        assert loaded["use_flaggems"] is value
+        assert (loaded.policy().flagos_whitelist == frozenset()) is (value is False)
+
+
+@pytest.fixture
+def start(monkeypatch):
+    pytest.importorskip("vllm")
+    from vllm_fl.integration import worker
+
+    return lambda rank: worker.start_backends(SimpleNamespace(additional_config={}), rank)
+
+
+def test_a_worker_starts_every_usable_backend(acme, start, log):
+    start(1)
+    assert acme.ranks == [1]
+    acme.error = ArithmeticError("no driver")
+    start(0)
+    (record,) = log
+    assert record.getMessage() == "Backend acme could not start: ArithmeticError: no driver"
+
+
+def test_a_refusal_stops_the_worker_and_strict_stops_it_at_any_error(acme, start):
+    acme.error = ConfigError("named, and not to be had")
+    with pytest.raises(ConfigError, match="not to be had"):
+        start(0)
+    acme.error = ArithmeticError("no driver")
+    set_global_policy(SelectionPolicy(strict=True))
+    with pytest.raises(ArithmeticError, match="no driver"):
+        start(0)
+
+
+def test_the_extension_goes_before_the_worker_s_own_methods(acme, monkeypatch):
+    pytest.importorskip("vllm")
+    from vllm_fl.integration import worker
+
+    class Worker:
+        def __init__(self, vllm_config, rank):
+            self.vllm_config, self.rank, self.seen = vllm_config, rank, []
+
+        def load_model(self, *, load_dummy_weights=False):
+            self.seen.append((list(acme.ranks), load_dummy_weights))
+            return "loaded"
+
+    # What vLLM's WorkerWrapperBase does with an extension.
+    Own = type("Own", (Worker,), {})
+    Own.__bases__ = (*Own.__bases__, worker.WorkerExtensionFL)
+    made = Own(SimpleNamespace(additional_config={}), rank=3)
+    assert isinstance(made, Own)
+    assert type(made).__name__ == "Own"
+    assert made.load_model(load_dummy_weights=True) == "loaded"
+    assert made.seen == [([3], True)]
+    assert hasattr(made, "fl_operator_table")
+
+
+def test_lines_are_added_once_in_one_write(tmp_path):
+    path = tmp_path / "ops.txt"
+    listed = OpList(path)
+    listed.add(["b", "a", "b"])
+    listed.note("rms_norm", "reference.torch")
+    listed.add(["a"])
+    assert path.read_text() == "b\na\n[DEBUG] vllm_fl.dispatch.ops.rms_norm: reference.torch\n"
+    path.unlink()
+    listed.add(["b"])
+    assert not path.exists()
+
+
+def test_a_user_s_extension_must_be_one_of_vllm_fl_s():
+    pytest.importorskip("vllm")
+    from vllm_fl.integration.platform import WORKER_EXTENSION, _worker_extension
+
+    assert _worker_extension("") == _worker_extension(WORKER_EXTENSION) == WORKER_EXTENSION
+    with pytest.raises(ConfigError, match="make the class a subclass of vllm_fl.integration"):
+        _worker_extension("json.JSONDecoder")
+    mine = f"{__name__}.Mine"
+    assert _worker_extension(mine) == mine
+
+
+def __getattr__(name):
+    """``Mine``, a user's extension; its base class imports vLLM."""
+    if name != "Mine":
+        raise AttributeError(name)
+    from vllm_fl.integration.worker import WorkerExtensionFL
+
+    return type("Mine", (WorkerExtensionFL,), {})

@@ -38,15 +38,22 @@ class Installed:
     Attributes:
         version: its version.
         entries: its ATen operators.
+        folder: where its source is.
     """
 
     version: str
     entries: tuple[Entry, ...]
+    folder: Path = Path()
 
     @functools.cached_property
     def names(self) -> frozenset[str]:
         """Every name that a user may write."""
         return frozenset(name for entry in self.entries for name in entry.names)
+
+    def text(self, *parts: str) -> str:
+        """Return the source of one of its modules; "" if there is none of that name."""
+        path = self.folder.joinpath(*parts)
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
 
     def matching(self, names: frozenset[str]) -> frozenset[str]:
         """Return the keys of the operators that any of ``names`` means."""
@@ -69,12 +76,13 @@ def _read(path: str) -> Installed:
     table = values.get("_FULL_CONFIG")
     rows = [e.elts for e in getattr(table, "elts", ()) if isinstance(e, ast.Tuple)]
     return Installed(
-        version.value if isinstance(version, ast.Constant) else "(version unknown)",
+        str(version.value) if isinstance(version, ast.Constant) else "(version unknown)",
         tuple(
-            Entry(row[0].value, row[1].id)
+            Entry(str(row[0].value), row[1].id)
             for row in rows
             if isinstance(row[0], ast.Constant) and isinstance(row[1], ast.Name)
         ),
+        Path(path).parent,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_fl.cli.main import main
+from vllm_fl.dispatch.types import YES
 from vllm_fl_flaggems import notes
 from vllm_fl_flaggems.gems.source import Entry, Installed
 
@@ -43,6 +44,28 @@ def test_with_flag_gems(monkeypatch: pytest.MonkeyPatch) -> None:
         "is installed; its kernel for this operator takes 1.50 to 2.78 times as long (5.0.2 on an "
         "H200)"
     )
+
+
+def test_doctor_says_what_is_mended_and_why_pytorchs_operators_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told() -> dict[str, object]:
+        assert main(["doctor", "--json"]) == 0
+        backends = json.loads(capsys.readouterr().out)["backends"]
+        (facts,) = (row["facts"] for row in backends if row["name"] == "flaggems")
+        return facts
+
+    (reference,) = (row for row in notes.MENDS if row.name == "launcher")
+    assert told()["ATen operators"].startswith("PyTorch's own: USE_FLAGGEMS is not set")
+    found = Installed("5.0.2", (Entry("mm", "mm"), Entry("copy_", "copy_")))
+    monkeypatch.setattr(notes, "installed", lambda: found)
+    monkeypatch.setattr(notes, "possible", lambda: YES)
+    monkeypatch.setenv("USE_FLAGGEMS", "1")
+    facts = told()
+    assert facts["flag_gems"] == "5.0.2"
+    assert facts["ATen operators"] == "1 through flag_gems"
+    mended = facts["mended in each worker before flag_gems runs"]
+    assert mended["launcher"] in ("not needed", reference.why)
 
 
 def test_explain_shows_the_note(capsys: pytest.CaptureFixture[str]) -> None:

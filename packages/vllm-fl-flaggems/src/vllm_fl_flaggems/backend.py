@@ -5,6 +5,10 @@ from __future__ import annotations
 from vllm_fl.dispatch.backend import Backend, Implementation
 from vllm_fl.dispatch.types import BackendImplKind
 from vllm_fl_flaggems.availability import triton_availability
+from vllm_fl_flaggems.gems import aten
+from vllm_fl_flaggems.gems.source import installed
+from vllm_fl_flaggems.gems.start import start
+from vllm_fl_flaggems.notes import facts
 
 _OPS = "vllm_fl_flaggems.ops"
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -60,6 +64,18 @@ class FlagGemsBackend(Backend):
         "triton:flag_gems.*": ("", "flag_gems"),
         "triton:_gen_module_*": ("", "flag_gems"),  # its generated pointwise kernels
     }
+
+    def knows(self, name: str) -> object:
+        """Whether flag_gems has ATen operators of that name."""
+        return aten.knows(installed(), name)
+
+    def start_worker(self, rank: int) -> None:
+        """Let flag_gems run ATen operators, if the user asks for it."""
+        start(rank)
+
+    def facts(self) -> dict[str, object]:
+        """What is said about flag_gems in `vllm-fl doctor`."""
+        return facts()
 
     def is_available(self) -> object:
         """Whether Triton is installed, in a tested version, and has a device."""

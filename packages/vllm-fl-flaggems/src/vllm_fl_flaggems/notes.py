@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from vllm_fl.dispatch import state
+from vllm_fl_flaggems.gems.aten import is_asked_for, select
+from vllm_fl_flaggems.gems.mends import MENDS
 from vllm_fl_flaggems.gems.source import installed
+from vllm_fl_flaggems.gems.start import possible
 
 MEASURED = {
     "rms_norm": "takes 0.99 to 2.00 times as long",
@@ -23,3 +27,21 @@ def note(op_name: str) -> str:
     compared = MEASURED.get(op_name)
     reason = f"; its kernel for this operator {compared} (5.0.2 on an H200)" if compared else ""
     return f"own Triton kernel; {here}{reason if found else ''}"
+
+
+def facts() -> dict[str, object]:
+    """Return flag_gems' version, what is mended before its kernels run, and what it shall run."""
+    found = installed()
+    report: dict[str, object] = {"flag_gems": found.version if found else None}
+    if found:
+        report["mended in each worker before flag_gems runs"] = {
+            mend.name: mend.why if mend.needed(found) else "not needed" for mend in MENDS
+        }
+    policy = state.get_global_policy()
+    asked = is_asked_for(state.current_config(), policy)
+    decision = asked and possible()
+    if found and decision:
+        report["ATen operators"] = f"{len(select(found, policy).keys)} through flag_gems"
+    else:
+        report["ATen operators"] = f"PyTorch's own: {decision.reason}"
+    return report

@@ -1,0 +1,157 @@
+"""What the tests of flag_gems do in processes of their own; each job prints a line of JSON."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import gems_on_cpu
+import torch
+
+from vllm_fl.dispatch import SelectionPolicy
+from vllm_fl_flaggems.gems import source
+
+
+def launched() -> None:
+    """Launch kernels twice through flag_gems' launcher and a recording one of Triton's.
+
+    Prints, before and after the mends, for each kernel, how many parameters that are no constexprs
+    got something else than they were called with at the second launch.
+    """
+    gems_on_cpu.pretend_device()
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    target = types.SimpleNamespace(backend="cuda", arch=90, warp_size=32)
+    triton.runtime.driver.set_active(
+        types.SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_benchmarker=lambda: None,
+            get_current_target=lambda: target,
+        )
+    )
+    found = source.installed()
+    assert found is not None
+    from flag_gems.ops.flash_kernel import flash_varlen_fwd_kernel
+    from flag_gems.ops.rms_norm import rms_norm_kernel
+
+    from vllm_fl_flaggems.gems.worker import import_mended
+
+    passed: list[tuple[object, ...]] = []
+
+    class Compiled:
+        def __getitem__(self, grid: object) -> Any:
+            return lambda *args: passed.append(args)
+
+    JITFunction.run = lambda self, *args, grid, warmup=False, **kwargs: Compiled()
+
+    def wrong() -> dict[str, int]:
+        counts = {}
+        for kernel in (rms_norm_kernel, flash_varlen_fwd_kernel):
+            params = kernel.jit_function.params
+            for _ in range(2):
+                kernel[(1,)](*(f"value of {param.name}" for param in params))
+            args = passed.pop()
+            # As Triton's launcher does since 3.3: a constexpr takes up an argument, too.
+            received = dict(zip((param.name for param in params), args, strict=False))
+            counts[kernel.jit_function.fn.__name__] = sum(
+                received.get(param.name) != f"value of {param.name}"
+                for param in params
+                if not param.is_constexpr
+            )
+        return counts
+
+    plain = wrong()
+    import_mended(found)
+    print(json.dumps({"plain": plain, "mended": wrong()}))
+
+
+class Record(logging.Handler):
+    """Collects flag_gems' own debug lines: one a call of its functions."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.DEBUG)
+        self.calls: list[str] = []
+        logger = logging.getLogger("flag_gems")
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Note which module was called."""
+        self.calls.append(record.name)
+
+    def taken(self) -> list[str]:
+        """Return the modules called since the last time."""
+        calls, self.calls = sorted(set(self.calls)), []
+        return calls
+
+
+def results(a: torch.Tensor, b: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Call a few ATen operators, of several overloads."""
+    return {
+        "mm": torch.mm(a, b),
+        "mm.out": torch.mm(a, b, out=torch.empty(16, 24)),
+        "softmax": torch.softmax(a, -1),
+        "silu": torch.nn.functional.silu(a),
+        "gt": (a > a[0]).float(),
+        "gt.Scalar": (a > 0.5).float(),
+        "sum": a.sum(1),
+    }
+
+
+def interpreted(blacklist: str) -> None:
+    """Let flag_gems run ATen operators on CPU tensors, and give them back.
+
+    Prints what ran while they were enabled, the largest errors, and what ran afterwards.
+    """
+    import interpreter
+
+    interpreter.repair()
+    gems_on_cpu.pretend_device()
+    gems_on_cpu.interpret()
+    from vllm_fl_flaggems.gems import aten, worker
+
+    found = source.installed()
+    assert found is not None
+    policy = SelectionPolicy(flagos_whitelist=["mm", "softmax", "silu", "gt", "sum"])
+    enabled = worker.enable(found, aten.select(found, policy))
+    assert worker.enable(found, aten.select(found, policy)) is enabled
+    record = Record()
+    torch.manual_seed(0)
+    a, b = torch.randn(16, 32), torch.randn(32, 24)
+    ours = results(a, b)
+    ran = record.taken()
+    fewer = aten.select(found, SelectionPolicy(flagos_whitelist=["mm", "silu"]))
+    narrowed = worker.enable(found, fewer)
+    results(a, b)
+    ran_then = record.taken()
+    worker.disable()
+    theirs = results(a, b)
+    most = aten.select(found, SelectionPolicy(flagos_blacklist=blacklist.split(",")))
+    everything = worker.enable(found, most)
+    worker.disable()
+    print(
+        json.dumps(
+            {
+                "enabled": sorted(enabled.functions),
+                "ran": ran,
+                "narrowed": sorted(narrowed.functions),
+                "ran then": ran_then,
+                "ran after": record.taken(),
+                "errors": {k: (ours[k] - theirs[k]).abs().max().item() for k in ours},
+                "everything": sorted(everything.functions),
+                "refused": everything.refused,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    {"launched": launched, "interpreted": interpreted}[sys.argv[1]](*sys.argv[2:])

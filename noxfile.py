@@ -1,4 +1,4 @@
-"""Sessions: demo, tests, lint, build, vllm. The wheels of this project are read from packages/*."""
+"""Sessions: demo, tests, lint, build, vllm, flaggems. The wheels of this project are read from packages/*."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import nox
 ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
-CORE, REFERENCE = "vllm-fl-core", "vllm-fl-reference"
+CORE, REFERENCE, FLAGGEMS = "vllm-fl-core", "vllm-fl-reference", "vllm-fl-flaggems"
 BACKENDS = [name for name in PACKAGES if name != CORE]
 
 # vLLM version -> (torch version, Python version). The first is for every day.
@@ -21,6 +21,10 @@ VLLM = {
 }
 EVERYDAY = next(iter(VLLM))
 EVERYDAY_PYTHON = VLLM[EVERYDAY][1]
+
+FLAG_GEMS = "5.0.2"
+# Oldest, what torch 2.13 pins, newest. The everyday environment has the newest, from vLLM.
+TRITON = ("3.6.0", "3.7.1", "3.9.0")
 
 nox.needs_version = ">=2025.5.1"
 nox.options.sessions = ["lint", "tests"]
@@ -77,6 +81,12 @@ def use_vllm(session: nox.Session, version: str) -> None:
     Path(own, "vllm.pth").write_text(shared + "\n")
 
 
+def install_flag_gems(session: nox.Session) -> None:
+    """Install flag_gems; of what it requires it pins versions that vLLM cannot use."""
+    session.install("--no-deps", f"flag-gems=={FLAG_GEMS}")
+    session.install("sqlalchemy>=2.0.48", "pyyaml", "packaging")
+
+
 def run_pytest(session: nox.Session, *paths: str) -> None:
     """Run pytest on the installed wheels: the source tree is not on the path."""
     session.run(
@@ -100,6 +110,8 @@ def tests(session: nox.Session, backend: str) -> None:
     use_vllm(session, EVERYDAY)
     session.install("--group=test")
     install_wheels(session, *dict.fromkeys((CORE, REFERENCE, backend)))
+    if backend == FLAGGEMS:
+        install_flag_gems(session)
     paths = [f"packages/{backend}/tests"]
     if backend == REFERENCE:
         paths = [f"packages/{CORE}/tests", *paths, "tests"]
@@ -114,6 +126,20 @@ def vllm(session: nox.Session, version: str) -> None:
     session.install("--group=test")
     install_wheels(session, CORE, REFERENCE)
     run_pytest(session, "packages/vllm-fl-reference/tests", "tests")
+
+
+@nox.session(python=EVERYDAY_PYTHON)
+@nox.parametrize("gems", [nox.param(True, id="flag_gems"), nox.param(False, id="alone")])
+@nox.parametrize("triton", [nox.param(version, id=version) for version in TRITON])
+def flaggems(session: nox.Session, triton: str, gems: bool) -> None:
+    """Test the Triton kernels with another Triton, beside flag_gems and alone."""
+    use_vllm(session, EVERYDAY)
+    session.install("--group=test", f"triton=={triton}")
+    install_wheels(session, CORE, REFERENCE, FLAGGEMS)
+    if gems:
+        install_flag_gems(session)
+    tests = f"packages/{FLAGGEMS}/tests"
+    run_pytest(session, tests, f"--ignore={tests}/test_vllm.py")
 
 
 @nox.session(python=EVERYDAY_PYTHON)

@@ -114,8 +114,9 @@ def test_a_worker_starts_every_usable_backend(acme, start, log):
     assert acme.ranks == [1]
     acme.error = ArithmeticError("no driver")
     start(0)
-    (record,) = log
-    assert record.getMessage() == "Backend acme could not start: ArithmeticError: no driver"
+    assert [record.getMessage() for record in log][1:] == [
+        "Backend acme could not start: ArithmeticError: no driver"
+    ]
 
 
 def test_a_refusal_stops_the_worker_and_strict_stops_it_at_any_error(acme, start):
@@ -168,7 +169,7 @@ def test_a_user_s_extension_must_be_one_of_vllm_fl_s():
     from vllm_fl.integration.platform import WORKER_EXTENSION, _worker_extension
 
     assert _worker_extension("") == _worker_extension(WORKER_EXTENSION) == WORKER_EXTENSION
-    with pytest.raises(ConfigError, match="make the class a subclass of vllm_fl.integration"):
+    with pytest.raises(ConfigError, match="make the class a subclass of vllm_fl"):
         _worker_extension("json.JSONDecoder")
     mine = f"{__name__}.Mine"
     assert _worker_extension(mine) == mine

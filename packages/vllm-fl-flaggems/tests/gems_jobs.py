@@ -72,6 +72,76 @@ def launched() -> None:
     print(json.dumps({"plain": plain, "mended": wrong()}))
 
 
+def tuned() -> None:
+    """Let flag_gems tune its matrix product, with a damaged cache, a capture and a lock.
+
+    Prints for each launch how many trials there were and which configuration was launched.
+    """
+    import os
+    import sqlite3
+
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    major, minor = triton.__version__.split(".")[:2]
+    folder = Path(os.environ["FLAGGEMS_CACHE_DIR"], "config_cache")
+    folder.mkdir()
+    database = folder / f"TunedConfig_none_triton_{major}_{minor}.db"
+    database.write_bytes(b"this is no database" * 100)
+    os.environ["FLAGGEMS_DB_URL"] = ""
+    gems_on_cpu.pretend_device()
+    del os.environ["FLAGGEMS_DB_URL"]
+    trials: list[float] = []
+
+    def benchmark(kernel: Any, **_: object) -> list[float]:
+        trials.append(100.0 - len(trials))  # the last one wins
+        return [trials[-1]] * 3
+
+    target = types.SimpleNamespace(backend="cuda", arch=80, warp_size=32)
+    triton.runtime.driver.set_active(
+        types.SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_benchmarker=lambda: benchmark,
+            get_current_target=lambda: target,
+        )
+    )
+    triton.testing.do_bench = benchmark
+    found = source.installed()
+    assert found is not None
+    from vllm_fl_flaggems.gems.worker import import_mended
+
+    import_mended(found)
+    from flag_gems.ops.mm import mm_kernel_general
+
+    launched: list[dict[str, Any]] = []
+    JITFunction.run = lambda self, *args, grid, warmup=False, **kwargs: launched.append(kwargs)
+    configs = [config.all_kwargs() for config in mm_kernel_general.fn.configs]
+    report = {"configs": len(configs)}
+
+    def launch(name: str, m: int, shared: bool = False, capturing: bool = False) -> None:
+        torch.cuda.is_current_stream_capturing = lambda: capturing
+        a, b, c = torch.empty(m, 64), torch.empty(64, 32), torch.empty(m, 32)
+        out = a if shared else c
+        strides = (64, 1, 32, 1, 32, 1)
+        mm_kernel_general[(1,)](a, b, out, m, 32, 64, *strides, GROUP_M=8)
+        chosen = {name: value for name, value in launched[-1].items() if name != "GROUP_M"}
+        report[name] = [len(trials), configs.index(chosen)]
+        trials.clear()
+
+    launch("captured", 32, capturing=True)
+    launch("shared", 96, shared=True)
+    launch("free", 128)
+    launch("captured later", 127, capturing=True)
+    with sqlite3.connect(database) as connection:
+        connection.execute("BEGIN EXCLUSIVE")
+        launch("locked", 160)
+    launch("after the lock", 159)
+    report["files"] = sorted(path.name.partition(".")[2] for path in folder.iterdir())
+    tables = sqlite3.connect(database).execute("select name from sqlite_master").fetchall()
+    report["tables"] = len([name for (name,) in tables if name.startswith("mm_kernel_general")])
+    print(json.dumps(report))
+
+
 class Record(logging.Handler):
     """Collects flag_gems' own debug lines: one a call of its functions."""
 
@@ -154,4 +224,4 @@ def interpreted(blacklist: str) -> None:
 
 
 if __name__ == "__main__":
-    {"launched": launched, "interpreted": interpreted}[sys.argv[1]](*sys.argv[2:])
+    {"launched": launched, "tuned": tuned, "interpreted": interpreted}[sys.argv[1]](*sys.argv[2:])

@@ -62,6 +62,17 @@ def test_the_launcher_loses_arguments_where_the_ledger_says_so_and_keeps_them_me
         assert plain["flash_varlen_fwd_kernel"] == 13
 
 
+def test_tuning_is_declined_where_it_does_harm_and_survives_its_cache(tmp_path: Path) -> None:
+    report = job(tmp_path, "tuned")
+    every = report["configs"]
+    assert every > 1
+    assert report["captured"] == report["shared"] == [0, 0]
+    assert report["free"] == report["locked"] == [every, every - 1]
+    assert report["captured later"] == report["after the lock"] == [0, every - 1]
+    assert report["files"] == ["db", "db.damaged"]
+    assert report["tables"] >= 1
+
+
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("gems")

@@ -22,6 +22,7 @@ from vllm_fl.dispatch.logging import get_logger
 from vllm_fl_flaggems.gems.aten import Selection
 from vllm_fl_flaggems.gems.mends import MENDS, refusal_of_kernels
 from vllm_fl_flaggems.gems.source import Installed
+from vllm_fl_flaggems.gems.tuning import guard_tuners, remember, set_damaged_caches_aside
 
 logger = get_logger("vllm_fl.flaggems")
 
@@ -140,6 +141,7 @@ def import_mended(found: Installed) -> Any:
     Raises:
         Unavailable: the import fails; it needs its device and several packages.
     """
+    set_damaged_caches_aside()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of its own, about what it does not have
@@ -151,4 +153,6 @@ def import_mended(found: Installed) -> Any:
     for mend in MENDS:
         if mend.needed(found):
             mend.apply()
+    remember()
+    guard_tuners(found.folder)
     return flag_gems

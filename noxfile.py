@@ -1,4 +1,4 @@
-"""Sessions: demo, tests, lint, build, vllm, flaggems. The wheels of this project are read from packages/*."""
+"""Sessions: demo, tests, lint, build, vllm, flaggems. Wheels are read from packages/*."""
 
 from __future__ import annotations
 

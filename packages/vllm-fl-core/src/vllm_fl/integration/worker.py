@@ -52,6 +52,7 @@ class _WorkerHooks:
         parent: Any = super()
         return parent.load_model(*args, **kwargs)
 
+
 if TYPE_CHECKING:
     from vllm_fl.profiling.recorder import Recorder
 

@@ -91,12 +91,12 @@ def moe_sum(out: Tensor, x: Tensor, choices: Choices | None, tile: SumTile) -> N
         tile: how to cut the rows.
     """
     tokens, k, width = x.shape
-    mapped = choices is not None and choices.expert_map is not None
+    expert_map = None if choices is None else choices.expert_map
     _moe_sum_kernel[(tokens * -(-width // tile.block),)](
         out,
         x,
         x if choices is None else choices.ids,
-        choices.expert_map if mapped else x,
+        x if expert_map is None else expert_map,
         x.stride(0),
         x.stride(1),
         N=width,
@@ -104,7 +104,7 @@ def moe_sum(out: Tensor, x: Tensor, choices: Choices | None, tile: SumTile) -> N
         BLOCK=tile.block,
         RANGE=0 if choices is None else choices.range,
         E=0 if choices is None else choices.experts,
-        MAPPED=mapped,
+        MAPPED=expert_map is not None,
         CHECKED=choices is not None,
         num_warps=tile.warps,
         **launch_options(),

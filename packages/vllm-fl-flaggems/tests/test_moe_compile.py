@@ -47,7 +47,7 @@ def test_one_graph_for_every_number_of_tokens(name: str) -> None:
     torch.compiler.reset()
     counter = CompileCounter()
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
-    for tokens in (4, 9, 3):
+    for tokens in (7, 9, 5):  # none of them another size, which would make them one symbol
         given, other = make(tokens), make(tokens)
         found, expected = compiled(*given), function(*other)
         results = [] if found is None else zip(found, expected, strict=True)

@@ -137,6 +137,10 @@ def test_the_extension_goes_before_the_worker_s_own_methods(acme, monkeypatch):
         def __init__(self, vllm_config, rank):
             self.vllm_config, self.rank, self.seen = vllm_config, rank, []
 
+        def compile_or_warm_up_model(self):
+            self.seen.append("warm")
+            return 1.5
+
         def load_model(self, *, load_dummy_weights=False):
             self.seen.append((list(acme.ranks), load_dummy_weights))
             return "loaded"
@@ -150,6 +154,38 @@ def test_the_extension_goes_before_the_worker_s_own_methods(acme, monkeypatch):
     assert made.load_model(load_dummy_weights=True) == "loaded"
     assert made.seen == [([3], True)]
     assert hasattr(made, "fl_operator_table")
+
+    monkeypatch.setattr(worker, "warmup_sizes", lambda config: [1, 7])
+    made.model_runner = SimpleNamespace(_dummy_run=lambda *args, **kw: made.seen.append((args, kw)))
+    assert made.compile_or_warm_up_model() == 1.5
+    assert made.seen[1:] == ["warm", ((1,), {"skip_eplb": True}), ((7,), {"skip_eplb": True})]
+
+
+@pytest.mark.parametrize(
+    ("captured", "sizes"), [(None, [1, 100]), ([], [1, 100]), ([1, 2, 4], [100])]
+)
+def test_bound_backends_say_what_to_warm_up(wheels, captured, sizes):
+    pytest.importorskip("vllm")
+    wheels.add(
+        "acme",
+        ACME.replace(
+            "def facts",
+            "def warmup_tokens(self, most): return (1, 100, most)\n"
+            "    def silu_and_mul(self, x): return x\n    def facts",
+        ),
+    )
+    code = f"""
+import json
+from types import SimpleNamespace as N
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.integration.worker import warmup_sizes
+config = N(scheduler_config=N(max_num_batched_tokens=8192),
+           compilation_config=N(cudagraph_capture_sizes={captured!r}))
+before = warmup_sizes(config)
+handle = get_default_manager().bind("silu_and_mul")
+print(json.dumps([before, warmup_sizes(config)]))
+"""
+    assert wheels.python(code, VLLM_FL_PER_OP="silu_and_mul=vendor") == [[], sizes]
 
 
 def test_lines_are_added_once_in_one_write(tmp_path):

@@ -9,6 +9,7 @@ from vllm_fl_flaggems.gems import aten
 from vllm_fl_flaggems.gems.source import installed
 from vllm_fl_flaggems.gems.start import start
 from vllm_fl_flaggems.notes import facts
+from vllm_fl_flaggems.warmup import token_counts
 
 _OPS = "vllm_fl_flaggems.ops"
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -72,6 +73,10 @@ class FlagGemsBackend(Backend):
     def start_worker(self, rank: int) -> None:
         """Let flag_gems run ATen operators, if the user asks for it."""
         start(rank)
+
+    def warmup_tokens(self, most: int) -> tuple[int, ...]:
+        """The token counts that compile every variant of the kernels."""
+        return token_counts(most)
 
     def facts(self) -> dict[str, object]:
         """What is said about flag_gems in `vllm-fl doctor`."""

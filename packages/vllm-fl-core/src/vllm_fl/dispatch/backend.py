@@ -6,7 +6,7 @@ listing the installed backends imports neither torch nor any vendor library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -108,6 +108,14 @@ class Backend:
         Args:
             rank: the process's rank among those that run the model.
         """
+
+    def warmup_tokens(self, most: int) -> Iterable[int]:
+        """Token counts to run the model with before it serves, so that nothing compiles later.
+
+        Args:
+            most: the largest number of tokens of a step.
+        """
+        return ()
 
     def facts(self) -> Mapping[str, object]:
         """More to tell in `vllm-fl doctor`; must not touch a device."""

@@ -234,6 +234,12 @@ class OpManager(state.PolicyListener):
         except Exception as error:
             return self.recover(op_name, fn, state.get_policy(), error, args, kwargs)
 
+    def bound(self) -> set[OpImpl]:
+        """Return the implementations that live handles call first."""
+        with self._lock:
+            handles = tuple(self._handles)
+        return {handle.impl for handle in handles if handle.impl is not None}
+
     # -- failure
 
     def recover(

@@ -42,8 +42,23 @@ def start_backends(vllm_config: VllmConfig, rank: int) -> None:
                 )
 
 
+def warmup_sizes(vllm_config: VllmConfig) -> list[int]:
+    """Return the token counts that bound backends want run, but for those that vLLM runs itself.
+
+    vLLM runs the most tokens of a step when it profiles memory, and each size that it captures.
+    """
+    most = vllm_config.scheduler_config.max_num_batched_tokens
+    wheels = {impl.distribution for impl in get_default_manager().bound()}
+    wanted: set[int] = set()
+    for record in discovery.get_discovered_plugins():
+        if record.backend is not None and record.distribution in wheels:
+            wanted.update(record.backend.warmup_tokens(most))
+    captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
+    return sorted(wanted - {most, *captured})
+
+
 class _WorkerHooks:
-    """What runs before vLLM's own methods of a worker."""
+    """What runs around vLLM's own methods of a worker."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """Start the backends in this process, whose device is set by now, then load the model."""
@@ -51,6 +66,15 @@ class _WorkerHooks:
         start_backends(worker.vllm_config, worker.rank)
         parent: Any = super()
         return parent.load_model(*args, **kwargs)
+
+    def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
+        """Let vLLM warm up, then run what the backends' kernels need compiled."""
+        worker: Any = self
+        parent: Any = super()
+        result = parent.compile_or_warm_up_model(*args, **kwargs)
+        for size in warmup_sizes(worker.vllm_config):
+            worker.model_runner._dummy_run(size, skip_eplb=True)
+        return result
 
 
 if TYPE_CHECKING:

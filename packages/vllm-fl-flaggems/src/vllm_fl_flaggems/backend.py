@@ -75,7 +75,7 @@ class FlagGemsBackend(Backend):
         start(rank)
 
     def warmup_tokens(self, most: int) -> tuple[int, ...]:
-        """The token counts that compile every variant of the kernels."""
+        """The token counts that compile every variant of the kernels of dense layers."""
         return token_counts(most)
 
     def facts(self) -> dict[str, object]:

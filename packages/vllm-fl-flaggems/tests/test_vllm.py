@@ -64,9 +64,10 @@ def test_triton_kernels_generate_the_reference_tokens(
     assert tokens(result) == tokens(reference)
     assert [len(continuation) for continuation in tokens(result)] == [NEW_TOKENS] * 2
     for op_name in OURS:
-        calls = ran(reference, op_name)["reference.torch"]
-        assert calls >= NEW_TOKENS
-        assert ran(result, op_name) == {"default.flagos": calls}
+        # How many steps there are depends on when the second prompt reaches the engine.
+        for run, impl_id in ((reference, "reference.torch"), (result, "default.flagos")):
+            assert set(ran(run, op_name)) == {impl_id}
+            assert ran(run, op_name)[impl_id] >= NEW_TOKENS
 
 
 SHIM = """

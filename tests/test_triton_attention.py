@@ -11,6 +11,7 @@ NEW_TOKENS = 4
 BACKEND = "vllm_fl_flaggems.attention.backend.AttentionFLBackend"
 TRITON = {
     "TRITON_INTERPRET": "1",
+    "VLLM_FL_PREFER": "reference",  # all but the attention, which is slow enough
     "VLLM_FL_PER_OP": "attention_backend=flagos;reshape_and_cache_flash=flagos",
 }
 

@@ -2,7 +2,8 @@
 
 A program takes the interpreter milliseconds whatever its size, so the kernels that a GPU would run
 in hundreds of programs are cut into fewer here; the choices for a GPU have their own tests. Of the
-values of routing and experts one case in EVERY is run; ``vllm-fl verify flaggems`` runs all.
+values of routing, experts and the cache write, and of attention, one case in EVERY is run;
+``vllm-fl verify flaggems`` runs all.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from vllm_fl_flaggems.moe_tiles import (
 from vllm_fl_flaggems.ops import align, experts, moe_sum, routing
 from vllm_fl_flaggems.tiles import power_of_2
 
-SLOW = ("topk_softmax", "grouped_topk", "moe_align_block_size", "fused_experts")
+VALUES = ("values", "contract")
+SLOW = {
+    "topk_softmax": VALUES,
+    "grouped_topk": VALUES,
+    "moe_align_block_size": VALUES,
+    "fused_experts": VALUES,
+    "reshape_and_cache_flash": VALUES,
+    "attention_backend": ("values", "chunks", "unused_nan", "cache", "padding"),
+}
 EVERY = 7
 
 
@@ -76,7 +85,7 @@ def chosen() -> Iterator[object]:
     number = 0
     for parameter in parameters(find_target("flaggems", "cpu")):
         case = parameter.values[0].case
-        if case.op_name in SLOW and case.check in ("values", "contract"):
+        if case.check in SLOW.get(case.op_name, ()):
             number += 1
             if number % EVERY:
                 continue

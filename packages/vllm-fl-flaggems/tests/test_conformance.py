@@ -92,6 +92,6 @@ def chosen() -> Iterator[object]:
         yield parameter
 
 
-@pytest.mark.parametrize("item", chosen())
+@pytest.mark.parametrize("item", list(chosen()))
 def test_conformance(item: Item, record_property: Callable[[str, object], None]) -> None:
     run(item, record_property)

@@ -16,18 +16,23 @@ Call = Callable[..., Any]
 OURS = "ours"
 
 
-def error_of(returned: Any, expected: Any) -> tuple[float, bool]:
+def error_of(returned: Any, expected: Any, slack: float = 2**-6) -> tuple[float, bool]:
     """Return the relative error (norms) and whether it is acceptable for bf16, element by element.
 
     Three roundings of half a unit (2^-9) each are at most 2^-7 of the largest term, for which an
-    element's own size and the typical one stand in where terms cancel.
+    element's own size and the typical one of its row stand in where terms cancel.
+
+    Args:
+        returned: the results.
+        expected: the same in float64.
+        slack: what an element may be off, as a part of its own and the typical size.
     """
     worst, right = 0.0, True
     for out, wanted in zip(as_results(returned), as_results(expected), strict=True):
         difference = (out.double() - wanted).abs()
-        typical = wanted.square().mean().sqrt()
-        relative = float(difference.square().mean().sqrt() / typical)
-        bound = 2**-6 * (wanted.abs() + typical)
+        typical = wanted.square().mean(-1, keepdim=True).sqrt()
+        relative = float((difference.square().mean() / wanted.square().mean()).sqrt())
+        bound = slack * (wanted.abs() + typical)
         worst = max(worst, relative)
         right = right and relative < 5e-3 and bool((difference <= bound).all())
     return worst, right

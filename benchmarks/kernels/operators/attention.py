@@ -255,7 +255,7 @@ def attention(
             "vllm_triton": attention_triton,
         },
         flops=partial(attention_flops, requests_of),
-        in_mean=not hnd,
+        in_mean=False,
         sweep=sweep,
     )
 

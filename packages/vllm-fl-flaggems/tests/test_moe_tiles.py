@@ -67,4 +67,4 @@ def test_more_tokens_get_more_rows() -> None:
     rows = [
         tiles.experts_tile(t, 8, 128, 2048, 768, 2, H200).rows for t in (64, 256, 512, 1024, 4096)
     ]
-    assert rows == [16, 32, 64, 128, 128]
+    assert rows == [16, 32, 64, 64, 128]

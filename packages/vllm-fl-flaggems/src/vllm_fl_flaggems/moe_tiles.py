@@ -171,10 +171,15 @@ def grouped_rivals(experts: int, groups: int, k: int) -> Iterator[GroupedTile]:
         yield replace(chosen, tokens=tokens, warps=warps)
 
 
+def _split_warps(experts: int) -> int:
+    # Measured on an H200: counting into few bins is a warp's work, into many that of four.
+    return 1 if experts <= 256 else 4
+
+
 @functools.cache
 def _align_tile(split: bool, chunk: int, experts: int, block: int) -> AlignTile:
     own = power_of_2(-(-experts // _BUSY))
-    warps = max(1, min(8, chunk // 128))
+    warps = _split_warps(experts) if split else max(1, min(8, chunk // 128))
     bins, pad = max(_WARP, power_of_2(experts)), power_of_2(block)
     return AlignTile("split" if split else "whole", own, chunk, warps, bins, pad)
 
@@ -278,17 +283,18 @@ def experts_tile(
         memory: bytes of shared memory that a program can have.
     """
     each = tokens * k / experts
-    if each < 12:  # bound by the weights' bandwidth: small tiles, far ahead
+    if each < 12:  # bound by the weights' bandwidth: they are the rows of the instruction
         rows = 16
-        columns = 64 if each < 2 else 128
-        up = MatmulTile(columns, 128, 4, 4 if columns == 64 else 3)
-        down = MatmulTile(columns, 128, 4, 4 if columns == 64 else 3)
+        up = down = MatmulTile(128, 128, 4, 3, swap=True)
     elif each < 32:
         rows = 32
         up = down = MatmulTile(128, 128, 4, 3)
     elif each < 64:
         rows = 64
         up = down = MatmulTile(128, 64, 4, 4)
+    elif each < 128:
+        rows = 64
+        up = down = MatmulTile(256, 64, 8, 4)
     else:
         rows = 128
         up = down = MatmulTile(256, 64, 8, 4, _group(int(each) // 128))

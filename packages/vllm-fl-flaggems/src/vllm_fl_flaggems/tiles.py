@@ -198,10 +198,14 @@ def decode_tile(size: int, itemsize: int, rows: int, programs: int, longest: int
     """
     block_d = max(16, power_of_2(size))
     block_m = min(64, max(16, power_of_2(rows)))
-    block_n = max(16, min(64, 16384 // (block_d * itemsize)))
-    wanted = 8 * _BUSY // max(programs, 1)
+    # Few programs: smaller tiles, more of them ahead, to have the first keys sooner.
+    block_n, stages = (32, 4) if programs <= 32 else (64, 2)
+    block_n = max(16, min(block_n, 16384 // (block_d * itemsize)))
+    # As many parts as run at the same time; more only where whole requests would leave a tail.
+    slots = 3 * _BUSY
+    wanted = slots // max(programs, 1) if programs <= slots else -(-5 * slots // (2 * programs))
     splits = max(1, min(wanted, _MOST_SPLITS, longest // _LEAST_KEYS))
-    return DecodeTile(block_m, block_n, block_d, 4, 1 if itemsize == 4 else 3, splits)
+    return DecodeTile(block_m, block_n, block_d, 4, 1 if itemsize == 4 else stages, splits)
 
 
 def activation_rivals(d: int) -> Iterator[ActivationTile]:

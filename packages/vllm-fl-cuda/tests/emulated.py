@@ -26,10 +26,14 @@ from torch import Tensor
 from torch.nn import functional
 
 
+LIBRARIES = {"_C": "_C", "_C_cache_ops": "_C", "_moe_C": "_moe_C"}
+"""Namespace of operators -> the library that defines them."""
+
+
 def schemas(names: list[str], namespace: str) -> dict[str, str]:
     """Return operator -> its schema, read out of the installed vLLM's library."""
     spec = importlib.util.find_spec("vllm")
-    library = Path(spec.origin).parent / f"{namespace}_stable_libtorch.abi3.so"
+    library = Path(spec.origin).parent / f"{LIBRARIES[namespace]}_stable_libtorch.abi3.so"
     with library.open("rb") as file:
         text = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         found = {}

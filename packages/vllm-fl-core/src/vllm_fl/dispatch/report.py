@@ -12,7 +12,7 @@ from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
 
-_PACKAGES = ("vllm-fl-core", "vllm", "torch", "triton", "flag-gems", "torch-npu", "transformers")
+_PACKAGES = ("vllm-fl-core", "vllm", "torch", "triton", "flag-gems", "transformers")
 
 
 def explain(
@@ -104,6 +104,7 @@ def backends() -> list[dict[str, Any]]:
             "details": record.details,
             "problems": list(record.problems),
             "device": record.device.name if record.device is not None else None,
+            "versions": dict(record.backend.versions()) if record.backend is not None else {},
         }
         for record in discovery.get_discovered_plugins()
     ]

@@ -1,0 +1,1 @@
+"""Huawei Ascend NPUs: operators through torch_npu, attention, and the NPU platform for vLLM."""

@@ -1,0 +1,13 @@
+"""The device that the operators run on, asked in one place."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+DEVICE = "npu"
+"""torch's type of the device: the name that torch_npu gives to PrivateUse1 when it is imported."""
+
+
+def is_elsewhere(*tensors: Tensor | None) -> bool:
+    """Whether any of the tensors is not on an NPU."""
+    return any(x is not None and x.device.type != DEVICE for x in tensors)

@@ -1,0 +1,25 @@
+"""Makes the modules beside the tests and the emulated torch_npu importable."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE / "emulator")]
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    for name in [n for n in os.environ if n.startswith(("VLLM_FL_", "ASCEND_"))]:
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def _cpu_is_the_device(monkeypatch):
+    from vllm_fl_ascend import device
+
+    monkeypatch.setattr(device, "DEVICE", "cpu")

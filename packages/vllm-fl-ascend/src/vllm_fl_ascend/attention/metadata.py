@@ -16,6 +16,10 @@ from torch import Tensor
 MAX_DECODE_QUERIES = 16
 """Queries of a request that the vendor's decoding takes: one and the speculated ones."""
 
+NULL_SLOT = 0
+"""In block 0, which vLLM gives to no request. vLLM's trial runs have tokens without a slot (-1),
+which the operator that writes the cache does not take."""
+
 
 class AttentionState(Enum):
     """What the requests of a step have in common."""
@@ -80,7 +84,7 @@ class AscendAttentionMetadata:
         query_ends: where the queries of each request end, cumulative.
         seq_lens: length of each request with this step's tokens.
         block_table: ``[requests, columns]`` int32, contiguous.
-        slots: ``[num_tokens]`` cache slots of the tokens.
+        slots: ``[num_tokens]`` cache slots of the tokens, none negative.
         block_size: tokens in a cache block.
     """
 
@@ -137,7 +141,7 @@ def make_metadata(
         query_ends=list(accumulate(counts)),
         seq_lens=lengths,
         block_table=table.to(torch.int32).contiguous(),
-        slots=slot_mapping[:tokens],
+        slots=slot_mapping[:tokens].clamp(min=NULL_SLOT),
         block_size=block_size,
     )
 

@@ -32,7 +32,7 @@ def npu_scatter_pa_kv_cache(
 
     docs (its second scenario): cache_mode "Norm" or None for the plain layout (the default is a
     blocked one, not emulated); everything contiguous and of one dtype; slots int32 or int64 in
-    [0, blocks * block_size), none twice.
+    [0, blocks * block_size). What a slot that is there twice holds afterwards is undefined.
     """
     name = "npu_scatter_pa_kv_cache"
     require_floats(name, key, value, key_cache, value_cache)
@@ -48,5 +48,7 @@ def npu_scatter_pa_kv_cache(
         require(cache.dim() == 4 and cache.shape[2:] == x.shape[1:], f"{name}: {cache.shape}")
         inside = (slots >= 0) & (slots < cache.shape[0] * cache.shape[1])
         require(bool(inside.all()), f"{name}: a slot is outside the cache")
-        require(len(slots.unique()) == len(slots), f"{name}: a slot is there twice")
-        cache.view(-1, *cache.shape[2:])[slots] = x
+        rows = cache.view(-1, *cache.shape[2:])
+        rows[slots] = x
+        numbers, counts = slots.unique(return_counts=True)
+        rows[numbers[counts > 1]] = torch.nan

@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 HERE = Path(__file__).parent
+settings.register_profile("ascend", deadline=None, derandomize=True, max_examples=60)
+settings.load_profile("ascend")
 sys.path[:0] = [str(HERE), str(HERE / "emulator")]
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 DEVICE = "npu"
 """torch's type of the device: the name that torch_npu gives to PrivateUse1 when it is imported."""

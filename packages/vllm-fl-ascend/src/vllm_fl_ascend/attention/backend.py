@@ -1,6 +1,6 @@
 """vLLM's view of the Ascend attention: backend, builder and implementation.
 
-Works with vLLM 0.26 to 0.28; from 0.29 on see :meth:`AscendAttentionBackend.customize_spec`.
+Works with vLLM 0.26 to 0.33; what differs between them is in :mod:`.cache_layout`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch_npu
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
-    AttentionBackend,
     AttentionImpl,
     AttentionLayer,
     AttentionMetadataBuilder,
@@ -23,6 +22,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_fl_ascend.attention.attention_mask import Corner, compressed
+from vllm_fl_ascend.attention.cache_layout import CacheLayout, keys_and_values
 from vllm_fl_ascend.attention.metadata import (
     MAX_DECODE_QUERIES,
     AscendAttentionMetadata,
@@ -41,7 +41,7 @@ _MAX_CACHE = 2**31 - 1  # elements of the keys, and of the values
 _BAND = 4  # sparse_mode
 
 
-class AscendAttentionBackend(AttentionBackend):
+class AscendAttentionBackend(CacheLayout):
     """Attention by ``npu_fused_infer_attention_score`` over the paged cache.
 
     What it cannot do (latent and sparse attention, sinks, quantised caches, encoders, context
@@ -79,17 +79,6 @@ class AscendAttentionBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
         """Return 128. vLLM 0.33 passes the spec."""
         return [BLOCK_SIZE]
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        """Return the cache's shape: all keys, then all values, each contiguous."""
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
 
     @staticmethod
     def use_cascade_attention(*args: object, **kwargs: object) -> bool:
@@ -262,8 +251,8 @@ class AscendAttentionImpl(AttentionImpl[AscendAttentionMetadata]):
             query: ``[tokens, num_heads, head_size]``.
             key: ``[tokens, num_kv_heads, head_size]``, or None if another layer stored it.
             value: As ``key``.
-            kv_cache: ``[2, blocks, block_size, num_kv_heads, head_size]``, **modified** unless the
-                layer shares another one's cache.
+            kv_cache: As :mod:`.cache_layout` has it; **modified** unless the layer shares another
+                one's cache.
             attn_metadata: The step, or None in a profiling run and for a step without tokens.
             output: ``[tokens, num_heads, head_size]``, **modified**; padding rows are left alone.
             output_scale: Must be None.
@@ -297,7 +286,7 @@ class AscendAttentionImpl(AttentionImpl[AscendAttentionMetadata]):
 
     def _caches(self, kv_cache: Tensor, step: AscendAttentionMetadata) -> tuple[Tensor, Tensor]:
         """Return the keys and the values, ``[blocks, block_size, heads, size]``, contiguous."""
-        keys, values = kv_cache.unbind(0)
+        keys, values = keys_and_values(kv_cache, self.num_kv_heads)
         if keys.shape[1] != step.block_size:
             raise ValueError(
                 f"the cache has blocks of {keys.shape[1]} tokens, its metadata was built for "

@@ -27,6 +27,7 @@ with a paged cache and no mask, which is decoding, at most 16 queries a request.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -101,6 +102,8 @@ def npu_fused_infer_attention_score(
             _gather(value, table, n).view(n, kv_heads, size)
             for table, n in zip(block_table, kv_lengths, strict=True)
         ]
+    if longest > 1 and sparse_mode in (2, 3, 4):
+        _check_compressed(atten_mask, sparse_mode)
     out = torch.empty_like(queries)
     for request, (first, count) in enumerate(zip([0, *ends], counts, strict=False)):
         hidden = _hidden(
@@ -170,6 +173,19 @@ def _gather(cache: Tensor, table: Tensor, length: int) -> Tensor:
     return cache[table[:needed].long()].flatten(0, 1)[:length]
 
 
+@lru_cache
+def _above_the_diagonal() -> Tensor:
+    return torch.ones((COMPRESSED, COMPRESSED), dtype=torch.int8).triu(1)
+
+
+def _check_compressed(mask: Tensor | None, mode: int) -> None:
+    expected = _above_the_diagonal()
+    right = mask is not None and mask.shape[-2:] == expected.shape and mask.dim() <= 4
+    require(right, f"{NAME}: sparse_mode {mode} needs the mask {COMPRESSED} x {COMPRESSED}")
+    same = torch.equal(mask.view(expected.shape).to(torch.int8), expected)
+    require(same, f"{NAME}: the mask is not 1 above the diagonal and 0 elsewhere")
+
+
 def _hidden(
     queries: int,
     keys: int,
@@ -202,10 +218,6 @@ def _hidden(
         if block_table is not None:
             require(longest <= DECODE_QUERIES, f"{NAME}: decoding with {longest} queries")
         return nothing
-    expected = torch.ones((COMPRESSED, COMPRESSED), dtype=torch.bool).triu(1)
-    right = mask is not None and mask.shape[-2:] == expected.shape and mask.dim() <= 4
-    require(right, f"{NAME}: sparse_mode {mode} needs the mask {COMPRESSED} x {COMPRESSED}")
-    require(torch.equal(mask.view(expected.shape).bool(), expected), f"{NAME}: the mask's values")
     distance = torch.arange(keys) - torch.arange(queries)[:, None]  # key after query
     if mode == 2:
         return distance > 0

@@ -1,0 +1,164 @@
+"""What the wheel says about machines that are made up of files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from importlib import metadata
+
+import pytest
+from machine import make_machine, torch_release, use_machine
+
+from vllm_fl.dispatch.config import load, read_resource
+from vllm_fl_ascend import installation
+from vllm_fl_ascend.backend import AscendBackend
+
+
+def ask(environ, code):
+    """Run code in a process of its own on a machine; return what its last line says."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", textwrap.dedent(code)],
+        env={**{k: v for k, v in os.environ.items() if k != "LD_LIBRARY_PATH"}, **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_complete_machine(tmp_path, monkeypatch):
+    use_machine(make_machine(tmp_path), monkeypatch)
+    assert installation.detect() == installation.YES
+    assert installation.versions() == {
+        "driver": "25.2.0",
+        "CANN": "8.5.0",
+        "CANN home": str(tmp_path / "root/usr/local/Ascend/ascend-toolkit/latest"),
+        "torch_npu": torch_release(),
+        "torch": metadata.version("torch"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("machine", "reason"),
+    [
+        ({"npus": 0}, "there is no NPU: no /dev/davinci0 or other"),
+        ({"torch_npu": ""}, "torch_npu is not installed"),
+        ({"package": False}, "is broken: its package cannot be found"),
+        ({"torch_npu": "2.9.1"}, "torch_npu 2.9.1 is made for torch 2.9, and torch"),
+        ({"torch_npu": "2.9.1.post3"}, "torch_npu 2.9.1.post3 is made for torch 2.9"),
+        ({"cann": False}, "CANN is missing: it is not in /usr/local/Ascend"),
+        ({"libraries": False}, "CANN's libraries are not on LD_LIBRARY_PATH (libhccl.so"),
+    ],
+)
+def test_what_is_missing_is_told(tmp_path, monkeypatch, machine, reason):
+    # The package beside these tests is found without metadata, too; here it must not be.
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if not p.endswith("emulator")])
+    monkeypatch.delitem(sys.modules, "torch_npu", raising=False)
+    use_machine(make_machine(tmp_path, **machine), monkeypatch)
+    decision = installation.detect()
+    assert not decision
+    assert reason in decision.reason
+    assert AscendBackend().is_available() == decision
+
+
+def test_a_later_torch_npu_of_the_same_torch_is_taken(tmp_path, monkeypatch):
+    use_machine(make_machine(tmp_path, torch_npu=f"{torch_release()}.post3"), monkeypatch)
+    assert installation.detect()
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices", "accepted"),
+    [("0", [0], True), ("1,0", [1, 0], True), ("", [], False), ("-1", [], False),
+     ("2", [2], False), ("0 # first", [0], True), ("x", [], False)],
+)  # fmt: skip
+def test_visible_devices(tmp_path, monkeypatch, visible, devices, accepted):
+    use_machine(make_machine(tmp_path), monkeypatch)
+    monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", visible)
+    assert installation.visible_devices() == devices
+    decision = installation.detect()
+    assert decision.accepted is accepted
+    assert accepted or f"ASCEND_RT_VISIBLE_DEVICES={visible!r}" in decision.reason
+
+
+def test_what_the_environment_names_goes_before_the_usual_folders(tmp_path, monkeypatch):
+    use_machine(make_machine(tmp_path), monkeypatch)
+    monkeypatch.setenv("ASCEND_HOME_PATH", "/nowhere")
+    assert installation.versions()["CANN home"] is None
+    assert "ASCEND_HOME_PATH='/nowhere' is no folder" in installation.detect().reason
+    home = tmp_path / "mine"
+    (home / "aarch64-linux").mkdir(parents=True)
+    (home / "aarch64-linux" / "ascend_toolkit_install.info").write_text("version=8.3.RC1\n")
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(home))
+    assert installation.versions()["CANN"] == "8.3.RC1"
+
+
+def test_this_machine():
+    """Whatever it is, the answers come without an exception, and a no has a reason."""
+    decision = installation.detect()
+    assert decision.accepted or decision.reason
+    assert set(AscendBackend().versions()) == {
+        "driver", "CANN", "CANN home", "torch_npu", "torch",
+    }  # fmt: skip
+
+
+def test_asking_imports_nothing_heavy(tmp_path):
+    found = ask(
+        {**make_machine(tmp_path), "VLLM_FL_PLUGIN_MODULES": "ascend_on_cpu"},
+        """
+        import json, sys
+        from vllm_fl.dispatch.default import get_default_manager
+        from vllm_fl.dispatch.discovery import get_discovered_plugins
+        from vllm_fl.dispatch.report import doctor
+        from vllm_fl.dispatch.state import current_device
+        manager = get_default_manager()
+        manager.ensure_initialized()
+        chosen = current_device().backend
+        (ascend,) = [b for b in doctor(manager)["backends"] if b["name"] == "ascend"]
+        heavy = [m for m in ("torch", "torch_npu", "vllm", "numpy") if m in sys.modules]
+        print(json.dumps([chosen, manager.rank("rms_norm").order[0].impl_id, ascend["versions"],
+                          heavy]))
+        """,
+    )
+    chosen, norm, versions, heavy = found
+    assert (chosen, norm, heavy) == ("ascend", "vendor.ascend", [])
+    assert versions["CANN"] == "8.5.0"
+    assert versions["torch_npu"] == torch_release()
+
+
+def test_a_machine_without_npus_is_not_disturbed(tmp_path):
+    environ = make_machine(tmp_path, npus=0, torch_npu="", package=False, cann=False)
+    chosen, norm, reason = ask(
+        environ,
+        """
+        import json
+        from vllm_fl.dispatch.default import get_default_manager
+        from vllm_fl.dispatch.report import explain
+        from vllm_fl.dispatch.state import current_device
+        manager = get_default_manager()
+        manager.ensure_initialized()
+        rows = explain(manager, "rms_norm")["implementations"]
+        (ascend,) = [row for row in rows if row["impl_id"] == "vendor.ascend"]
+        print(json.dumps([current_device().backend, manager.rank("rms_norm").order[0].impl_id,
+                          ascend["reason"]]))
+        """,
+    )
+    assert (chosen, norm) == ("reference", "reference.torch")
+    assert "there is no NPU" in reason
+
+
+def test_the_defaults_file_has_reasons():
+    defaults = AscendBackend.device.defaults
+    config = load(defaults, environ={})
+    assert config["prefer"] == "vendor"
+    text, _ = read_resource(defaults)
+    for block in text.split("\n\n"):
+        assert block.startswith("#"), "an entry without a reason"
+
+
+def test_the_entry_point_names_the_backend():
+    (entry,) = metadata.entry_points(group="vllm_fl.backends", name="ascend")
+    assert entry.load() is AscendBackend

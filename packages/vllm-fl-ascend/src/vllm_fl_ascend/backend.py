@@ -38,6 +38,12 @@ class AscendBackend(Backend):
         "rms_norm": _operator("norm", "rms_norm"),
         "gemma_rms_norm": _operator("norm", "gemma_rms_norm"),
         "rotary_embedding": _operator("rotary", "rotary_embedding"),
+        "reshape_and_cache_flash": Implementation(
+            f"{_OPS}.cache:reshape_and_cache_flash",
+            supports=f"{_OPS}.cache:reshape_and_cache_flash_supports",
+            dtypes=_FLOATS,
+            traceable=False,  # how many tokens are no padding is not known to a tracer
+        ),
         "topk_softmax": Implementation(
             f"{_OPS}.routing:topk_softmax", supports=f"{_OPS}.routing:topk_softmax_supports"
         ),

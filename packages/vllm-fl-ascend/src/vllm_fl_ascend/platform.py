@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+import torch_npu  # noqa: F401  # gives torch the device type "npu", also where autoload is off
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
@@ -85,8 +86,7 @@ class AscendPlatformFL(PlatformFL, Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Imports torch_npu; vLLM's own kernels are built for other devices."""
-        import torch_npu  # noqa: F401
+        """Imports nothing: vLLM's own kernels are built for other devices."""
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:

@@ -29,6 +29,7 @@ from vllm_fl_ascend.attention.metadata import (
     AttentionState,
     make_metadata,
 )
+from vllm_fl_ascend.ops.cache import PLAIN_LAYOUT
 
 HEAD_SIZES = (64, 128, 192)
 BLOCK_SIZE = 128
@@ -276,7 +277,7 @@ class AscendAttentionImpl(AttentionImpl[AscendAttentionMetadata]):
         if key is not None and value is not None and not shares:
             key, value = key[:tokens].contiguous(), value[:tokens].contiguous()
             torch_npu.npu_scatter_pa_kv_cache(
-                key, value, keys, values, attn_metadata.slots, cache_mode="Norm"
+                key, value, keys, values, attn_metadata.slots, cache_mode=PLAIN_LAYOUT
             )
             if attn_metadata.state is AttentionState.PREFILL_NO_CACHE:
                 return _store(output, self._packed(rows, key, value, attn_metadata))

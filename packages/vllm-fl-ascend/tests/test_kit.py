@@ -1,0 +1,35 @@
+"""The conformance kit on the whole wheel, torch_npu being emulated."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+from machine import make_machine
+
+from vllm_fl_ascend.backend import AscendBackend
+
+
+def test_the_conformance_kit_passes(tmp_path):
+    """Values, strides, guarded memory, tracing, and attention step by step."""
+    done = subprocess.run(
+        [
+            sys.executable, "-P", "-m", "pytest", "-q", "-c", "/dev/null", f"--rootdir={tmp_path}",
+            "-p", "no:cacheprovider", "-p", "vllm_fl.testing.plugin", "--pyargs",
+            "vllm_fl.testing", "--fl-backend=ascend",
+        ],
+        env={
+            **os.environ, **make_machine(tmp_path), "OMP_NUM_THREADS": "1",
+            "VLLM_FL_PLUGIN_MODULES": "ascend_on_cpu", "VLLM_FL_PLATFORM": "ascend",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:]
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 2400
+    for op in AscendBackend.operators:
+        (passed,) = re.findall(rf"^{op} +(\d+) +0 ", done.stdout, re.MULTILINE)
+        assert int(passed) > 20, op

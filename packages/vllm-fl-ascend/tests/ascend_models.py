@@ -1,4 +1,4 @@
-"""Write small random models whose attention has heads that NPUs take. python ascend_models.py DIR"""
+"""Write small random models whose heads NPUs take, into a folder given on the command line."""
 
 from __future__ import annotations
 

@@ -44,7 +44,9 @@ def make_machine(
         wanted = torch_npu or torch_release()
         info = site / f"torch_npu-{wanted}.dist-info"
         info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: torch-npu\nVersion: {wanted}\n")
+        (info / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: torch-npu\nVersion: {wanted}\n"
+        )
     (root / "dev" / "davinci_manager").touch()
     for number in range(npus):
         (root / "dev" / f"davinci{number}").touch()

@@ -45,7 +45,7 @@ class Layer:
         # Block 0 and unwritten slots hold NaN.
         self.cache = torch.full((2, sum(columns) + 1, BLOCK, KV_HEADS, SIZE), torch.nan).to(dtype)
         slots = []
-        for row, (count, (new, context)) in enumerate(zip(columns, requests, strict=True)):
+        for row, (count, (_, context)) in enumerate(zip(columns, requests, strict=True)):
             mine = [numbers.pop() for _ in range(count)]
             self.table[row, :count] = torch.tensor(mine)
             places = [mine[p // BLOCK] * BLOCK + p % BLOCK for p in range(self.lengths[row])]
@@ -63,9 +63,7 @@ class Layer:
         )
 
     def run(self, impl=None):
-        impl = impl or AscendAttentionImpl(
-            HEADS, SIZE, SCALE, KV_HEADS, sliding_window=self.window
-        )
+        impl = impl or AscendAttentionImpl(HEADS, SIZE, SCALE, KV_HEADS, sliding_window=self.window)
         new = [n for n, _ in self.requests]
         query, key, value = self._packed(
             [x[-n:] for x, n in zip(parts, new, strict=True)]
@@ -246,9 +244,7 @@ def blocks_of_another_request(monkeypatch):
 
 
 def cached_keys_ignored(monkeypatch):
-    monkeypatch.setattr(
-        metadata, "state_of", lambda *lengths: AttentionState.PREFILL_NO_CACHE
-    )
+    monkeypatch.setattr(metadata, "state_of", lambda *lengths: AttentionState.PREFILL_NO_CACHE)
 
 
 def window_dropped(monkeypatch):

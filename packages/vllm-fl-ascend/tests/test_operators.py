@@ -251,9 +251,7 @@ def test_each_operator_calls_the_vendor_s(monkeypatch):
         lambda: routing.topk_softmax(*gate()),
         lambda: routing.grouped_topk(SCORES, 4, 2, 2, True, 1.0, None, 1),
         lambda: experts.fused_experts(**expert_call()),
-        lambda: cache.reshape_and_cache_flash(
-            CACHE[0], CACHE[0], CACHE, CACHE, torch.arange(16)
-        ),
+        lambda: cache.reshape_and_cache_flash(CACHE[0], CACHE[0], CACHE, CACHE, torch.arange(16)),
     ]
     assert len(calls) == len(AscendBackend.operators)  # two norms, and attention elsewhere
     for call in calls:

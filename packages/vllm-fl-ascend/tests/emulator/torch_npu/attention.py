@@ -163,7 +163,7 @@ def _check_paged(
     require(len(table) == len(lengths) == requests, f"{NAME}: rows of the block table")
     for row, n in zip(table, lengths, strict=True):
         needed = -(-n // size)
-        require(0 <= n and needed <= len(row), f"{NAME}: {n} keys in {len(row)} blocks")
+        require(n >= 0 and needed <= len(row), f"{NAME}: {n} keys in {len(row)} blocks")
         used = row[:needed]
         require(bool(((used >= 0) & (used < blocks)).all()), f"{NAME}: a block number")
 

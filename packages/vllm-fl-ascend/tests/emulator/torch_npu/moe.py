@@ -243,5 +243,3 @@ def npu_moe_token_unpermute(
     if probs is not None:
         taken = taken * probs.float().unsqueeze(-1)
     return taken.sum(dim=1).to(permuted_tokens.dtype)
-
-

@@ -36,9 +36,7 @@ def npu_rms_norm(input: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[T
     return _normalise(input, gamma.float(), epsilon)
 
 
-@kernel(
-    lambda x1, x2, gamma, epsilon=1e-6: (torch.empty_like(x1), _rstd(x1), torch.empty_like(x1))
-)
+@kernel(lambda x1, x2, gamma, epsilon=1e-6: (torch.empty_like(x1), _rstd(x1), torch.empty_like(x1)))
 def npu_add_rms_norm(
     x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:

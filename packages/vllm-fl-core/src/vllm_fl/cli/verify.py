@@ -9,8 +9,13 @@ import os
 import sys
 
 from vllm_fl.dispatch.errors import ConfigError
+from vllm_fl.dispatch.report import backends
 
 DESCRIPTION = "Run the conformance kit on a backend: every operator against a float64 oracle."
+
+_TO_REPORT = (
+    "To report this, send what `vllm-fl verify {} --json` and `vllm-fl doctor --json` print."
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,9 +65,21 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise ConfigError(f"nothing was verified: pytest ended with {pytest.ExitCode(status)!r}")
     passed = status == pytest.ExitCode.OK
+    known = [row["versions"] for row in backends() if row["name"] == target.name]
+    versions = known[0] if known else {}
     if arguments.json:
         head = {"backend": target.name, "device": target.device, "passed": passed}
+        head["versions"] = versions
         return json.dumps(head | tally.as_data(), indent=2), int(not passed)
     verdict = "passed" if passed else f"{tally.failed} cases failed"
     title = f"{target.name} on {target.device}: {verdict}."
-    return f"{title}\n\n{tally.as_text()}", int(not passed)
+    stack = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
+    lines = [
+        title,
+        *([stack] if stack else []),
+        "",
+        tally.as_text(),
+        "",
+        _TO_REPORT.format(target.name),
+    ]
+    return "\n".join(lines), int(not passed)

@@ -66,6 +66,8 @@ print(json.dumps({
     "graph": refusal(compilation_config=CompilationConfig(mode=0, cudagraph_mode="FULL")),
     "compiled": refusal(compilation_config=CompilationConfig(mode=3)),
     "quantised": refusal(model={"quantization": "fp8"}),
+    "speculative": refusal(speculative_config={"method": "ngram", "num_speculative_tokens": 2,
+                                               "prompt_lookup_max": 3}),
     "attention": attention(),
     "small heads": attention(head_size=80),
     "latent": attention(head_size=576, use_mla=True),
@@ -107,6 +109,7 @@ def test_what_does_not_run_is_refused_with_the_reason(answers):
     assert graph in answers["graph"]
     assert "is not supported on an NPU: models run eagerly" in answers["compiled"]
     assert "fp8 quantization is currently not supported in npu" in answers["quantised"]
+    assert "vLLM's rejection sampler consists of Triton kernels" in answers["speculative"]
 
 
 def test_the_attention_backend_and_what_goes_elsewhere(answers):

@@ -29,6 +29,9 @@ class B(Backend):
     }}
     known_failures = {known_failures}
 
+    def versions(self):
+        return {{"driver": "1.2", "toolkit": None}}
+
 def supports(x):
     return "rank 4 is too much" if x.dim() == 4 else True
 
@@ -78,6 +81,9 @@ def test_a_failure_is_reported_with_its_case(acme, verify) -> None:
     assert "silu_and_mul/values/float32-3x24-columns" in done.stdout
     assert "elements are wrong; at (" in done.stdout
     assert "[100%]" in done.stderr  # progress
+    assert "\ndriver 1.2, toolkit missing\n" in done.stdout
+    commands = "`vllm-fl verify acme --json` and `vllm-fl doctor --json`"
+    assert done.stdout.endswith(f"To report this, send what {commands} print.\n")
 
 
 def test_an_excluded_failure_passes_and_is_reported(acme, verify) -> None:
@@ -88,6 +94,7 @@ def test_an_excluded_failure_passes_and_is_reported(acme, verify) -> None:
     assert report["backend"] == "acme"
     assert report["device"] == "cpu"
     assert report["passed"] is True
+    assert report["versions"] == {"driver": "1.2", "toolkit": None}
     assert report["operators"]["silu_and_mul"]["excluded"] == 6
     assert report["operators"]["silu_and_mul"]["declined"] == 9
     assert {

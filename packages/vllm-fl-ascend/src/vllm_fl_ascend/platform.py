@@ -52,16 +52,30 @@ class AscendPlatformFL(PlatformFL, Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
-        """Runs models eagerly unless the user chose otherwise, which is refused later."""
+        """Runs models eagerly.
+
+        Raises:
+            ValueError: The user asked for compilation or graphs. vLLM itself would drop the latter
+                without a word on a platform that has none.
+        """
         from vllm.config import CompilationMode, CUDAGraphMode
 
         super().apply_config_platform_defaults(vllm_config)
         compilation = vllm_config.compilation_config
+        if compilation.mode not in (None, CompilationMode.NONE):
+            raise _unsupported(
+                f"Compilation mode {compilation.mode}",
+                "models run eagerly; leave the mode out or set it to 0",
+            )
+        if compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE):
+            raise _unsupported(
+                f"Graph mode {compilation.cudagraph_mode}",
+                "attention takes lengths as numbers on the host, which a graph would freeze",
+            )
         if compilation.mode is None:
-            compilation.mode = CompilationMode.NONE
             logger.info_once("Models run eagerly on this platform (compilation mode NONE).")
-        if compilation.cudagraph_mode is None:
-            compilation.cudagraph_mode = CUDAGraphMode.NONE
+        compilation.mode = CompilationMode.NONE
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
@@ -140,22 +154,11 @@ class AscendPlatformFL(PlatformFL, Platform):
 
 
 def _refuse_unsupported(vllm_config: VllmConfig) -> None:
-    from vllm.config import CompilationMode, CUDAGraphMode
-
-    compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
-    model = vllm_config.model_config
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
     reasons = {
         "Model runner V2 (VLLM_USE_V2_MODEL_RUNNER=1)": (
             vllm_config.use_v2_model_runner,
             "it consists of Triton kernels",
-        ),
-        f"Compilation mode {compilation.mode}": (
-            compilation.mode not in (None, CompilationMode.NONE),
-            "models run eagerly; leave the mode out or set it to 0",
-        ),
-        f"Graph mode {compilation.cudagraph_mode}": (
-            compilation.cudagraph_mode not in (None, CUDAGraphMode.NONE),
-            "attention takes lengths as numbers on the host, which a graph would freeze",
         ),
         "Speculative decoding": (
             vllm_config.speculative_config is not None,
@@ -172,4 +175,8 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
     }
     for feature, (asked, reason) in reasons.items():
         if asked:
-            raise ValueError(f"{feature} is not supported on an NPU: {reason}.")
+            raise _unsupported(feature, reason)
+
+
+def _unsupported(feature: str, reason: str) -> ValueError:
+    return ValueError(f"{feature} is not supported on an NPU: {reason}.")

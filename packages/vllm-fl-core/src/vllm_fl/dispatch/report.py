@@ -8,6 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from vllm_fl.dispatch import discovery, env, state
+from vllm_fl.dispatch.backend import Backend
 from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
@@ -104,10 +105,18 @@ def backends() -> list[dict[str, Any]]:
             "details": record.details,
             "problems": list(record.problems),
             "device": record.device.name if record.device is not None else None,
-            "versions": dict(record.backend.versions()) if record.backend is not None else {},
+            "versions": _versions(record.backend),
         }
         for record in discovery.get_discovered_plugins()
     ]
+
+
+def _versions(backend: Backend | None) -> dict[str, str | None]:
+    """Return what a backend says it stands on; one that cannot say so loses this report alone."""
+    try:
+        return dict(backend.versions()) if backend is not None else {}
+    except Exception as error:
+        return {"unknown": f"{type(error).__name__}: {error}"}
 
 
 def doctor(manager: OpManager) -> dict[str, Any]:

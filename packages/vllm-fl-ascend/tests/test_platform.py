@@ -23,6 +23,7 @@ import torch
 import machine
 from pathlib import Path
 from vllm_fl_ascend import installation
+torch.utils.rename_privateuse1_backend("npu")  # as the real torch_npu does; there is no device
 installation.ROOT = Path(os.environ[machine.ROOT_VARIABLE])
 from vllm.platforms import current_platform as p
 from vllm.config import CompilationConfig, ModelConfig, VllmConfig, set_current_vllm_config

@@ -21,7 +21,5 @@ from torch_npu.library import SCHEMAS, VERSION
 __all__ = ["activation", "attention", "cache", "moe", "norm", "rotary"]
 __version__ = VERSION
 
-torch.utils.rename_privateuse1_backend("npu")  # there is no such device, but it has its name
-
 for _name in SCHEMAS:
     globals()[_name] = getattr(torch.ops.npu, _name)

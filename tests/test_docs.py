@@ -24,7 +24,7 @@ def blocks(language: str) -> list[tuple[str, str]]:
 
 def commands() -> list[str]:
     text = "\n".join(page.read_text() for page in PAGES)
-    found = set(re.findall(r"^    (vllm-fl [a-z]+(?: [a-z_][\\w/.-]*)?)", text, re.M))
+    found = set(re.findall(r"^    (vllm-fl [a-z]+(?: [a-z_][\w/.-]*)?)", text, re.M))
     return sorted(c for c in found if not c.startswith("vllm-fl verify"))  # needs a device
 
 

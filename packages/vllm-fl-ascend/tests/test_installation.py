@@ -100,7 +100,7 @@ def test_this_machine():
     """Whatever it is, the answers come without an exception, and a no has a reason."""
     decision = installation.detect()
     assert decision.accepted or decision.reason
-    assert set(AscendBackend().versions()) == {
+    assert set(AscendBackend().facts()) == {
         "driver", "CANN", "CANN home", "torch_npu", "torch",
     }  # fmt: skip
 
@@ -119,7 +119,7 @@ def test_asking_imports_nothing_heavy(tmp_path):
         chosen = current_device().backend
         (ascend,) = [b for b in doctor(manager)["backends"] if b["name"] == "ascend"]
         heavy = [m for m in ("torch", "torch_npu", "vllm", "numpy") if m in sys.modules]
-        print(json.dumps([chosen, manager.rank("rms_norm").order[0].impl_id, ascend["versions"],
+        print(json.dumps([chosen, manager.rank("rms_norm").order[0].impl_id, ascend["facts"],
                           heavy]))
         """,
     )

@@ -29,7 +29,7 @@ class B(Backend):
     }}
     known_failures = {known_failures}
 
-    def versions(self):
+    def facts(self):
         return {{"driver": "1.2", "toolkit": None}}
 
 def supports(x):
@@ -81,7 +81,7 @@ def test_a_failure_is_reported_with_its_case(acme, verify) -> None:
     assert "silu_and_mul/values/float32-3x24-columns" in done.stdout
     assert "elements are wrong; at (" in done.stdout
     assert "[100%]" in done.stderr  # progress
-    assert "\ndriver 1.2, toolkit missing\n" in done.stdout
+    assert "\ndriver: 1.2\ntoolkit: none\n" in done.stdout
     commands = "`vllm-fl verify acme --json` and `vllm-fl doctor --json`"
     assert done.stdout.endswith(f"To report this, send what {commands} print.\n")
 
@@ -94,7 +94,7 @@ def test_an_excluded_failure_passes_and_is_reported(acme, verify) -> None:
     assert report["backend"] == "acme"
     assert report["device"] == "cpu"
     assert report["passed"] is True
-    assert report["versions"] == {"driver": "1.2", "toolkit": None}
+    assert report["facts"] == {"driver": "1.2", "toolkit": None}
     assert report["operators"]["silu_and_mul"]["excluded"] == 6
     assert report["operators"]["silu_and_mul"]["declined"] == 9
     assert {

@@ -76,6 +76,6 @@ class AscendBackend(Backend):
             return f"vLLM runs on the device {in_use.device.name!r} here"
         return True
 
-    def versions(self) -> Mapping[str, str | None]:
-        """Driver, CANN, torch_npu and torch."""
+    def facts(self) -> Mapping[str, object]:
+        """Versions of driver, CANN, torch_npu and torch."""
         return installation.versions()

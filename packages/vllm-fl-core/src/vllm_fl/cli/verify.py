@@ -8,6 +8,7 @@ import json
 import os
 import sys
 
+from vllm_fl.cli.tables import key_values
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.report import backends
 
@@ -65,21 +66,14 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise ConfigError(f"nothing was verified: pytest ended with {pytest.ExitCode(status)!r}")
     passed = status == pytest.ExitCode.OK
-    known = [row["versions"] for row in backends() if row["name"] == target.name]
-    versions = known[0] if known else {}
+    told = [row["facts"] for row in backends() if row["name"] == target.name]
+    facts = told[0] if told else {}
     if arguments.json:
         head = {"backend": target.name, "device": target.device, "passed": passed}
-        head["versions"] = versions
+        head["facts"] = facts
         return json.dumps(head | tally.as_data(), indent=2), int(not passed)
     verdict = "passed" if passed else f"{tally.failed} cases failed"
     title = f"{target.name} on {target.device}: {verdict}."
-    stack = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
-    lines = [
-        title,
-        *([stack] if stack else []),
-        "",
-        tally.as_text(),
-        "",
-        _TO_REPORT.format(target.name),
-    ]
+    facts_text = f"{key_values(facts)}\n" if facts else ""
+    lines = [title, facts_text, tally.as_text(), "", _TO_REPORT.format(target.name)]
     return "\n".join(lines), int(not passed)

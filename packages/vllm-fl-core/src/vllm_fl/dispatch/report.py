@@ -105,18 +105,18 @@ def backends() -> list[dict[str, Any]]:
             "details": record.details,
             "problems": list(record.problems),
             "device": record.device.name if record.device is not None else None,
-            "versions": _versions(record.backend),
+            "facts": _facts(record.backend),
         }
         for record in discovery.get_discovered_plugins()
     ]
 
 
-def _versions(backend: Backend | None) -> dict[str, str | None]:
-    """Return what a backend says it stands on; one that cannot say so loses this report alone."""
+def _facts(backend: Backend | None) -> dict[str, object]:
+    """Return what a backend has to tell; one that cannot loses this report alone."""
     try:
-        return dict(backend.versions()) if backend is not None else {}
+        return dict(backend.facts()) if backend is not None else {}
     except Exception as error:
-        return {"unknown": f"{type(error).__name__}: {error}"}
+        return {"error": f"{type(error).__name__}: {error}"}
 
 
 def doctor(manager: OpManager) -> dict[str, Any]:
@@ -131,10 +131,7 @@ def doctor(manager: OpManager) -> dict[str, Any]:
     try:
         manager.ensure_initialized()
         choice = state.current_device()
-        report["backends"] = [
-            {**row, "facts": dict(record.backend.facts() if record.backend else {})}
-            for row, record in zip(backends(), discovery.get_discovered_plugins(), strict=True)
-        ]
+        report["backends"] = backends()
         report["device"] = {
             "backend": choice.backend,
             "refused": {name: d.reason for name, d in choice.claims.items() if not d},

@@ -17,6 +17,7 @@ from vllm_fl.dispatch.predicate import predicate
 from vllm_fl.dispatch.types import OpImpl
 
 Function = Callable[..., Any]
+Observer = Callable[[OpImpl, Function], Function]
 Owners = dict[tuple[str, int], tuple[Function, tuple[OpImpl, ...]]]
 
 
@@ -25,10 +26,12 @@ class Callables:
 
     Attributes:
         counters: counts of calls, declines and fall-backs; calls only while enabled.
+        observer: what each function is handed to, to be called in its place; None for none.
     """
 
     def __init__(self) -> None:
         self.counters = Counters()
+        self.observer: Observer | None = None
         self._owners: Owners = {}
         self._owners_before: Owners = {}
 
@@ -43,6 +46,8 @@ class Callables:
         get_spec(impl.op_name).check(fn, f"{impl.impl_id} ({impl.wheel or 'by hand'})")
         if self.counters.enabled:
             fn = self.counters.counted(impl, fn)
+        if self.observer is not None:
+            fn = self.observer(impl, fn)
         return self.own(fn, (impl,))
 
     def first_that_takes(self, order: Sequence[OpImpl]) -> Function:

@@ -1,16 +1,16 @@
-"""The configuration: one schema, four layers, and where each effective value came from.
+"""The configuration: one schema, five layers, and where each effective value came from.
 
 Highest first: the file VLLM_FL_CONFIG (a complete override), environment variables item by item,
-the defaults file of the platform, built-in defaults.
+a tuned configuration for the model, the defaults file of the platform, built-in defaults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.dispatch import env
+from vllm_fl.dispatch import env, tuned
 from vllm_fl.dispatch.errors import ConfigError, UnknownOperatorError, nearest
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.dispatch.types import YES, Decision
@@ -177,8 +177,11 @@ def json_schema() -> dict[str, Any]:
         "type": "object",
         "additionalProperties": False,
         "properties": {
-            key: {"description": setting.variable.doc, **setting.schema}
-            for key, setting in _IN_FILES.items()
+            **{
+                key: {"description": setting.variable.doc, **setting.schema}
+                for key, setting in _IN_FILES.items()
+            },
+            tuned.KEY: tuned.schema(),
         },
     }
 
@@ -186,9 +189,52 @@ def json_schema() -> dict[str, Any]:
 def parse_file(text: str, source: str) -> dict[str, Value]:
     """Parse and check the content of a configuration file.
 
+    What a tuned configuration says about itself is checked and left out.
+
     Raises:
         ConfigError: not YAML, not a mapping, an unknown key, or a value that is not allowed.
     """
+    values = {}
+    for key, raw in _mapping(text, source).items():
+        if key == tuned.KEY:
+            tuned.check(raw, source)
+            continue
+        if key not in _IN_FILES:
+            known = (*_IN_FILES, tuned.KEY)
+            raise ConfigError(f"{source}: unknown key {key!r}. {nearest(str(key), known)}")
+        parse = _IN_FILES[key].parse
+        assert parse is not None
+        try:
+            values[key] = Value(parse(raw), source)
+        except ValueError as error:
+            raise ConfigError(f"{source}: {key}: {error}") from error
+    return values
+
+
+def read_block(path: Path) -> dict[str, Any] | None:
+    """Return what a tuned configuration says about itself; None for another configuration.
+
+    Raises:
+        ConfigError: the file is not a configuration.
+    """
+    text = _read(path)
+    parse_file(text, str(path))
+    return _mapping(text, str(path)).get(tuned.KEY)
+
+
+def read_blocks(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the tuned configurations of a folder with what they say about themselves.
+
+    Raises:
+        ConfigError: a YAML file there is not a configuration.
+    """
+    for path in sorted(folder.glob("*.yaml")):
+        block = read_block(path)
+        if block is not None:
+            yield path, block
+
+
+def _mapping(text: str, source: str) -> dict[Any, Any]:
     import yaml
 
     try:
@@ -199,17 +245,7 @@ def parse_file(text: str, source: str) -> dict[str, Value]:
         content = {}
     if not isinstance(content, dict):
         raise ConfigError(f"{source} must hold a mapping of settings, not {content!r}.")
-    values = {}
-    for key, raw in content.items():
-        if key not in _IN_FILES:
-            raise ConfigError(f"{source}: unknown key {key!r}. {nearest(str(key), _IN_FILES)}")
-        parse = _IN_FILES[key].parse
-        assert parse is not None
-        try:
-            values[key] = Value(parse(raw), source)
-        except ValueError as error:
-            raise ConfigError(f"{source}: {key}: {error}") from error
-    return values
+    return content
 
 
 def _read(path: Path) -> str:
@@ -237,12 +273,17 @@ def read_resource(reference: str) -> tuple[str, str]:
     raise ConfigError(f"The defaults file {reference!r} does not exist; reinstall its wheel.")
 
 
-def load(defaults: str | None = None, environ: Mapping[str, str] | None = None) -> Config:
+def load(
+    defaults: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    tuned_file: Path | None = None,
+) -> Config:
     """Return the effective configuration.
 
     Args:
         defaults: the platform's defaults file, ``"package:file.yaml"``.
         environ: the environment; None for the process's.
+        tuned_file: the tuned configuration that was found for the model.
 
     Raises:
         ConfigError: a source holds something that is not allowed.
@@ -259,11 +300,14 @@ def load(defaults: str | None = None, environ: Mapping[str, str] | None = None) 
         switches = {key: value for key, value in variables.items() if key not in _IN_FILES}
         _lay(values, parse_file(_read(path), source))
         _lay(values, switches)
-        overridden = (_BY_KEY[key].variable.name for key in variables if key in _IN_FILES)
+        overridden = [_BY_KEY[key].variable.name for key in variables if key in _IN_FILES]
+        overridden += [env.TUNED_DIR.name] if env.TUNED_DIR.is_set(environ) else []
         return Config(values, tuple(sorted(overridden)))
     if defaults is not None:
         text, where = read_resource(defaults)
         _lay(values, parse_file(text, f"{where} (platform defaults)"))
+    if tuned_file is not None:
+        _lay(values, parse_file(_read(tuned_file), f"{tuned_file} (tuned)"))
     _lay(values, variables)
     return Config(values)
 

@@ -106,6 +106,14 @@ def parse_file(text: str) -> Path:
     return path
 
 
+def parse_folder(text: str) -> Path:
+    """Parse the path of an existing folder."""
+    path = parse_path(text)
+    if not path.is_dir():
+        raise ValueError("no such folder. Give the path of an existing one, or unset the variable.")
+    return path
+
+
 @dataclass(frozen=True)
 class EnvVar:
     """One environment variable.
@@ -146,6 +154,11 @@ class EnvVar:
 CONFIG = EnvVar(
     "VLLM_FL_CONFIG", parse_file, None, "path",
     "A YAML file with the whole configuration. It replaces every other source.",
+)  # fmt: skip
+TUNED_DIR = EnvVar(
+    "VLLM_FL_TUNED_DIR", parse_folder, None, "path",
+    "A folder of tuned configurations (`vllm-fl autotune`): that for the device and the model's "
+    "shape is laid over the platform's defaults, if the versions are those it was measured with.",
 )  # fmt: skip
 PREFER = EnvVar(
     "VLLM_FL_PREFER", parse_choice("flagos", "vendor", "reference"), "flagos",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_fl.dispatch import discovery, env, state
-from vllm_fl.dispatch.calls import Callables, Function
+from vllm_fl.dispatch.calls import Callables, Function, Observer
 from vllm_fl.dispatch.compare import Comparison
 from vllm_fl.dispatch.counters import Counters
 from vllm_fl.dispatch.errors import (
@@ -327,6 +327,11 @@ class OpManager(state.PolicyListener):
     def count_calls(self, enabled: bool = True) -> None:
         """Switch counting of calls on or off; the plain path counts nothing."""
         self.counters.enabled = enabled
+        self._forget_choices()
+
+    def observe(self, observer: Observer | None) -> None:
+        """Have ``observer(impl, fn)`` called in place of each function; None ends it."""
+        self._callables.observer = observer
         self._forget_choices()
 
     def _registry_changed(self) -> None:

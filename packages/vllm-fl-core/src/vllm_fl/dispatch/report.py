@@ -60,9 +60,22 @@ def explain(
         "summary": spec.summary,
         "chosen": ranking.order[0].impl_id if ranking.order else None,
         "order": list(order),
+        "source": _source_of_order(op_name, order),
         "strict": policy.strict,
         "implementations": rows,
     }
+
+
+def _source_of_order(op_name: str, order: tuple[str, ...]) -> str:
+    """Say where an operator's order comes from; empty when it was set from Python."""
+    config = state.current_config()
+    for key, configured in (
+        ("op_backends", config["op_backends"].get(op_name)),
+        ("prefer", config.policy().get_default_order()),
+    ):
+        if configured is not None:
+            return config.values[key].source if tuple(configured) == order else ""
+    return ""
 
 
 def operator_table(manager: OpManager) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ SCOPED: ContextVar[SelectionPolicy | None] = ContextVar("vllm_fl_policy", defaul
 
 _lock = threading.Lock()
 _policy: SelectionPolicy | None = None
+_tuned_file: Path | None = None
 _epoch = 0
 _listeners: weakref.WeakSet[PolicyListener] = weakref.WeakSet()
 
@@ -72,7 +73,21 @@ def current_config() -> config.Config:
     for variable in env.VARIABLES:
         variable.read()
     device = current_device().device
-    return config.load(device.defaults if device is not None else None)
+    defaults = device.defaults if device is not None else None
+    return config.load(defaults, tuned_file=_tuned_file)
+
+
+def get_tuned_file() -> Path | None:
+    """Return the tuned configuration in use."""
+    return _tuned_file
+
+
+def use_tuned_file(path: Path | None) -> None:
+    """Take a tuned configuration into the configuration, or out of it, and read that again."""
+    global _tuned_file
+    if path != _tuned_file:
+        _tuned_file = path
+        reset_global_policy()
 
 
 def get_policy() -> SelectionPolicy:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from vllm_fl.dispatch import env
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.types import load_object
-from vllm_fl.integration import attention, custom_ops, handover
+from vllm_fl.integration import attention, custom_ops, handover, tuned
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,6 +64,7 @@ class PlatformFL:
         parallel = vllm_config.parallel_config
         parallel.worker_extension_cls = _worker_extension(parallel.worker_extension_cls)
         _check_comparison(vllm_config)
+        tuned.look_up(vllm_config)
         custom_ops.enable(vllm_config)
         handover.publish(vllm_config)
 

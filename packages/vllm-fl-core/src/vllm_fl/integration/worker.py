@@ -11,6 +11,7 @@ from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.report import operator_table
 from vllm_fl.integration.handover import adopt
+from vllm_fl.integration.tuning import TuningMethods
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -81,7 +82,7 @@ if TYPE_CHECKING:
     from vllm_fl.profiling.recorder import Recorder
 
 
-class WorkerExtensionFL:
+class WorkerExtensionFL(TuningMethods):
     """Mixed into vLLM's worker through ``parallel_config.worker_extension_cls``.
 
     vLLM appends this class to the bases of the worker's class, where it can add methods but not

@@ -1,0 +1,155 @@
+"""Cheap evidence: what a model calls, how long each implementation takes alone, what to leave out.
+
+The decisions are pure. A kernel that is fast alone may slow the whole, so evidence only removes
+choices and says in which order to try the rest; what is chosen is decided by end-to-end trials.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from vllm_fl.autotune.space import NEEDS_RESTART, Configuration, Space
+from vllm_fl.autotune.statistics import Estimate, median_estimate
+
+DOMINATED = 1.25
+"""An implementation is left out when, surely, it takes so many times as long as the best one."""
+
+
+@dataclass
+class OperatorEvidence:
+    """What is known about one operator.
+
+    Attributes:
+        available: implementations that can run here, the default first.
+        share: the part of the workload's time, run eagerly, that is spent in it; 0 to 1.
+        calls: call as described -> [number, seconds], of the eager run.
+        timings: call -> implementation -> seconds of one call, by sample.
+        excluded: implementation -> why it is not tried.
+    """
+
+    available: tuple[str, ...]
+    share: float = 0.0
+    calls: dict[str, list[float]] = field(default_factory=dict)
+    timings: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    excluded: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def default(self) -> str:
+        """The implementation in force without tuning."""
+        return self.available[0]
+
+    def top_calls(self, count: int) -> list[str]:
+        """Return the calls that take the most time."""
+        return sorted(self.calls, key=lambda call: -self.calls[call][1])[:count]
+
+    def estimates(self) -> dict[str, dict[str, Estimate]]:
+        """Return call -> implementation -> the median time of one call, in seconds."""
+        return {
+            call: {impl: median_estimate(times) for impl, times in by_impl.items()}
+            for call, by_impl in self.timings.items()
+        }
+
+
+@dataclass
+class Evidence:
+    """What is known about every operator that the model calls.
+
+    Attributes:
+        operators: operator -> its evidence.
+        left: operator -> why it is left at its default.
+    """
+
+    operators: dict[str, OperatorEvidence]
+    left: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content as JSON-ready containers."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Evidence:
+        """Read what :meth:`to_dict` wrote."""
+        operators = {
+            op: OperatorEvidence(**{**entry, "available": tuple(entry["available"])})
+            for op, entry in content["operators"].items()
+        }
+        return cls(operators, dict(content["left"]))
+
+    @property
+    def available(self) -> dict[str, tuple[str, ...]]:
+        """Operator -> every implementation that can run, the default first."""
+        return {op: entry.available for op, entry in self.operators.items()}
+
+    def space(self) -> Space:
+        """Return what is left to try: operators with more than one choice."""
+        choices = {}
+        for op, entry in self.operators.items():
+            if op in self.left:
+                continue
+            impls = tuple(impl for impl in entry.available if impl not in entry.excluded)
+            if len(impls) > 1:
+                choices[op] = impls
+        return Space(choices)
+
+    def predicted(self, configuration: Configuration) -> float:
+        """Return the time that a configuration would take, the default's being 1.
+
+        As if operators did not affect each other, from what each takes alone. Unknown is 1.
+        """
+        total = 1.0
+        for op, impl in configuration.items():
+            entry = self.operators[op]
+            total += entry.share * (relative_time(entry, impl) - 1)
+        return total
+
+
+def relative_time(entry: OperatorEvidence, impl: str) -> float:
+    """Return an implementation's time over the default's, weighted by the calls timed."""
+    ours = defaults = 0.0
+    for call, by_impl in entry.estimates().items():
+        if impl in by_impl and entry.default in by_impl:
+            number = entry.calls[call][0]
+            ours += number * by_impl[impl].value
+            defaults += number * by_impl[entry.default].value
+    return ours / defaults if defaults else 1.0
+
+
+def leave_negligible(evidence: Evidence, least_share: float) -> None:
+    """Leave operators at their default that have one choice, or too small a share of the time."""
+    for op, entry in evidence.operators.items():
+        if len(entry.available) < 2:
+            evidence.left[op] = f"{entry.default} is the only implementation"
+        elif op not in NEEDS_RESTART and entry.share < least_share:
+            evidence.left[op] = (
+                f"it takes {100 * entry.share:.2g} % of the time, less than {100 * least_share:g} %"
+            )
+
+
+def exclude_dominated(entry: OperatorEvidence) -> None:
+    """Exclude implementations that are surely slower than another one on every call timed.
+
+    The default stays.
+    """
+    estimates = entry.estimates()
+    if not estimates:
+        return
+    for impl in entry.available[1:]:
+        timed = {call: by_impl for call, by_impl in estimates.items() if impl in by_impl}
+        if not timed or impl in entry.excluded:
+            continue
+        rivals = [
+            other
+            for other in entry.available
+            if other not in (impl, *entry.excluded)
+            and all(
+                other in by_impl and by_impl[impl].low > DOMINATED * by_impl[other].high
+                for by_impl in timed.values()
+            )
+        ]
+        if rivals:
+            factor = min(by[impl].value / by[rivals[0]].value for by in timed.values())
+            entry.excluded[impl] = (
+                f"alone it takes {factor:.3g} times as long as {rivals[0]} or more"
+            )

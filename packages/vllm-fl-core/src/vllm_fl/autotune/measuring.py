@@ -1,0 +1,155 @@
+"""Measuring configurations against the default in turns, and deciding about the winner.
+
+Works on anything that can measure (:class:`Arena`): engines, or a model of one in a test.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from vllm_fl.autotune.objective import METRICS, Objective
+from vllm_fl.autotune.search import Outcome
+from vllm_fl.autotune.space import Configuration
+from vllm_fl.autotune.statistics import (
+    LEVEL,
+    Estimate,
+    is_gain,
+    median_estimate,
+    ratio_estimate,
+    widest_estimate,
+)
+from vllm_fl.dispatch.types import Decision
+
+PAIRS = (3, 6)
+"""Pairs of runs in a trial: at least, and at most when it looks better than the default."""
+LOOKS = (12, 18, 26)
+"""After so many rounds of the confirmation it is looked whether the interval decides."""
+
+
+class Arena(Protocol):
+    """Where configurations are measured."""
+
+    def admit(self, configuration: Configuration) -> None:
+        """Make a configuration ready and check what it generates.
+
+        Raises:
+            TrialFailed: it cannot run, or generates something else than the reference.
+        """
+
+    def measure(self, configuration: Configuration) -> Mapping[str, float]:
+        """Serve the workload once under a configuration; return its metrics.
+
+        Raises:
+            TrialFailed: it cannot run.
+        """
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """A fresh comparison of a candidate with the default.
+
+    Attributes:
+        gain: candidate over default.
+        noise: default over default.
+        decision: whether the candidate wins, and why not.
+        rounds: how many rounds were run.
+    """
+
+    gain: Estimate
+    noise: Estimate
+    decision: Decision
+    rounds: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content as JSON-ready containers."""
+        return finite(asdict(self))
+
+
+def finite(content: dict[str, Any]) -> dict[str, Any]:
+    """Return nested data with infinities as None, which JSON and YAML can hold."""
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: convert(inner) for key, inner in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return {key: convert(value) for key, value in content.items()}
+
+
+def run_trial(
+    arena: Arena, objective: Objective, default: Configuration, candidate: Configuration
+) -> Outcome:
+    """Admit a candidate and measure it in turns with the default.
+
+    Raises:
+        TrialFailed: it was not admitted, or a run failed.
+    """
+    arena.admit(candidate)
+    runs: dict[str, list[Mapping[str, float]]] = {"default": [], "candidate": []}
+    pair = [("default", default), ("candidate", candidate)]
+    ratios: list[float] = []
+    while len(ratios) < PAIRS[0] or (len(ratios) < PAIRS[1] and ratio_estimate(ratios).value > 1):
+        # Who goes first changes, in case that matters.
+        for name, configuration in pair if len(ratios) % 2 == 0 else reversed(pair):
+            runs[name].append(arena.measure(configuration))
+        ratios.append(objective.ratio(runs["candidate"][-1], runs["default"][-1]))
+    estimate = widest_estimate(ratios)
+    facts: dict[str, Any] = {"ratios": ratios, "ratio": finite(asdict(estimate))}
+    for name, measured in runs.items():
+        facts[name] = {
+            key: finite(asdict(median_estimate([run[key] for run in measured])))
+            for key, _, _ in METRICS.values()
+        }
+    return Outcome(estimate.value, facts)
+
+
+def confirm(
+    arena: Arena,
+    objective: Objective,
+    default: Configuration,
+    candidate: Configuration,
+    tests: int,
+    over: Callable[[], bool] = lambda: False,
+) -> Confirmation:
+    """Compare a candidate with the default on fresh runs.
+
+    Each round has two runs of the default and one of the candidate, in changing order. The level
+    is corrected (Bonferroni) for the number of candidates and of looks.
+
+    Args:
+        arena: where to measure.
+        objective: what is compared.
+        default: the default.
+        candidate: what may win.
+        tests: how many candidates may be confirmed in all.
+        over: whether the time is used up.
+
+    Raises:
+        TrialFailed: a run failed.
+    """
+    level = 1 - (1 - LEVEL) / (tests * len(LOOKS))
+    gains: list[float] = []
+    noises: list[float] = []
+    arena.admit(candidate)
+    arena.measure(default)  # what is warmed up by the first run is not the candidate's gain
+    while True:
+        measured = {}
+        order = [("default", default), ("candidate", candidate), ("again", default)]
+        turn = len(gains) % 3
+        for name, configuration in (*order[turn:], *order[:turn]):
+            measured[name] = arena.measure(configuration)
+        one, two = measured["default"], measured["again"]
+        against = [objective.ratio(measured["candidate"], run) for run in (one, two)]
+        gains.append(math.sqrt(against[0] * against[1]))
+        noises.append(objective.ratio(two, one))
+        exhausted = len(gains) == LOOKS[-1] or over()
+        if len(gains) in LOOKS or exhausted:
+            gain, noise = ratio_estimate(gains, level), ratio_estimate(noises)
+            decision = is_gain(gain, noise)
+            if decision or gain.high < 1 or exhausted:
+                return Confirmation(gain, noise, decision, len(gains))
+
+

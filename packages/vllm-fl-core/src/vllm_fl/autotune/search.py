@@ -1,0 +1,231 @@
+"""Which configuration to try next: Optuna's studies, with seeds from evidence. No engine here."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import optuna
+from optuna.samplers import TPESampler
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from vllm_fl.autotune.evidence import Evidence
+from vllm_fl.autotune.space import Configuration, Space, distance
+from vllm_fl.autotune.supervisor import TrialFailed
+
+HEARTBEAT_SECONDS = 5
+"""A running trial tells its study so often that it is alive; three times as long ends it."""
+
+TRIED = (TrialState.COMPLETE, TrialState.FAIL)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an end-to-end trial found.
+
+    Attributes:
+        value: how many times as good as the default the configuration is.
+        facts: JSON-ready; stored with the trial.
+    """
+
+    value: float
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def _experimental() -> Iterator[None]:
+    """Leave out Optuna's warnings that an interface may change; its version is bounded."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        yield
+
+
+def make_storage(url: str) -> optuna.storages.BaseStorage:
+    """Open or make a study storage; ``url`` is any that SQLAlchemy takes."""
+    options: dict[str, Any] = {}
+    if url.startswith("sqlite"):
+        options = {"connect_args": {"timeout": 60}}  # others write, too
+    with _experimental():
+        retry = optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=1)
+        return optuna.storages.RDBStorage(
+            url,
+            engine_kwargs=options,
+            heartbeat_interval=HEARTBEAT_SECONDS,
+            grace_period=3 * HEARTBEAT_SECONDS,
+            heartbeat_stale_trial_callback=retry,
+        )
+
+
+def make_sampler(seed: int | None) -> TPESampler:
+    """Return Optuna's tree-structured Parzen estimator, for parameters that act together."""
+    with _experimental():
+        return TPESampler(seed=seed, multivariate=True, n_startup_trials=8)
+
+
+def seeds(space: Space, evidence: Evidence, count: int) -> list[dict[str, str]]:
+    """Return the configurations to try first.
+
+    All of them when there are no more than ``count``, the most promising first. Otherwise the
+    default; the best of each operator alone; that one with each change taken back, which finds
+    out what is fast alone and slow together; and each change alone.
+    """
+    if space.size <= count:
+        return sorted(space.configurations(), key=evidence.predicted)
+    default = space.default
+
+    def time_with(op: str, impl: str) -> float:
+        return evidence.predicted({**default, op: impl})
+
+    best = {
+        op: min(impls, key=lambda impl: time_with(op, impl))  # noqa: B023
+        for op, impls in space.choices.items()
+    }
+    if best == default:  # nothing is known: then what is not the default
+        best = {op: impls[1] for op, impls in space.choices.items()}
+    found = [default, best]
+    found += [{**best, op: default[op]} for op in space.changes(best)]
+    for op in space.changes(best):  # the second best, where taking it back loses something
+        others = sorted(space.choices[op], key=lambda impl: time_with(op, impl))  # noqa: B023
+        found += [{**best, op: others[1]}]
+    found += [{**default, op: impl} for op, impl in space.changes(best).items()]
+    return list({space.name(c): c for c in found}.values())[:count]
+
+
+@dataclass
+class Search:
+    """A search in one study; several processes may search in the same one.
+
+    Attributes:
+        study: Optuna's study, to be maximised.
+        space: what may be chosen.
+        evidence: for the seeds and for what to try when the sampler repeats itself.
+        trials: how many trials the study may have, those of all processes together.
+        deadline: on ``time.monotonic``'s clock.
+        evaluate: runs a trial; raises TrialFailed.
+        told: called after each trial of this process.
+    """
+
+    study: optuna.Study
+    space: Space
+    evidence: Evidence
+    trials: int
+    deadline: float
+    evaluate: Callable[[Configuration], Outcome]
+    told: Callable[[], None] = lambda: None
+
+    def plant_seeds(self) -> None:
+        """Queue the first configurations, once a study."""
+        for configuration in seeds(self.space, self.evidence, self.trials):
+            self.study.enqueue_trial(configuration, skip_if_exists=True)
+
+    def run(self) -> None:
+        """Try configurations until trials or time are used up, or nothing is left to try."""
+        while not self._finished():
+            with _experimental():
+                self.study.optimize(self._objective, n_trials=1, catch=(TrialFailed,))
+            self.told()
+
+    def _finished(self) -> bool:
+        if time.monotonic() >= self.deadline:
+            return True
+        with _experimental():
+            optuna.storages.fail_stale_trials(self.study)
+        trials = self.study.get_trials(deepcopy=False)
+        running = [t for t in trials if t.state == TrialState.RUNNING]
+        if len(tried(self.study)) + len(running) >= self.trials:
+            return True
+        if any(t.state == TrialState.WAITING for t in trials):
+            return False
+        return next(self._untried(), None) is None
+
+    def _objective(self, trial: Trial) -> float:
+        configuration = {
+            op: str(trial.suggest_categorical(op, impls)) for op, impls in self.space.choices.items()
+        }
+        taken = [
+            dict(other.params)
+            for other in self.study.get_trials(deepcopy=False)
+            if other.number != trial.number
+            and (other.state in TRIED or (other.state == TrialState.RUNNING and other.params))
+        ]
+        if configuration in taken or self._is_excluded(configuration):
+            nearest = next(self._untried(), None)
+            if nearest is not None:
+                self.study.enqueue_trial(nearest, skip_if_exists=True)
+            raise optuna.TrialPruned("it has been tried, or holds a choice that failed alone")
+        try:
+            outcome = self.evaluate(configuration)
+        except TrialFailed as failure:
+            trial.set_user_attr("failure", str(failure))
+            raise
+        for key, value in outcome.facts.items():
+            trial.set_user_attr(key, value)
+        return outcome.value
+
+    def _is_excluded(self, configuration: Configuration) -> bool:
+        return any(
+            configuration[op] == impl for failed in self._failed_alone() for op, impl in failed
+        )
+
+    def _failed_alone(self) -> list[list[tuple[str, str]]]:
+        failed = self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+        changes = [
+            list(self.space.changes(t.params).items())
+            for t in failed
+            if t.params and "failure" in t.user_attrs
+        ]
+        return [change for change in changes if len(change) == 1]
+
+    def _untried(self) -> Iterator[dict[str, str]]:
+        """Yield what has not been tried, the nearest to the best so far first.
+
+        Of large spaces only what differs from the best in one or two operators.
+        """
+        taken = [
+            dict(t.params) for t in self.study.get_trials(deepcopy=False)
+            if t.state in (*TRIED, TrialState.RUNNING)
+        ]  # fmt: skip
+        centre = best(self.study)
+        around = dict(centre.params) if centre is not None else self.space.default
+        if self.space.size <= 4096:
+            candidates = list(self.space.configurations())
+        else:
+            candidates = list(_neighbours(self.space, around))
+        candidates.sort(key=lambda c: (distance(c, around), self.evidence.predicted(c)))
+        for candidate in candidates:
+            if candidate not in taken and not self._is_excluded(candidate):
+                yield candidate
+
+
+def _neighbours(space: Space, around: Configuration) -> Iterator[dict[str, str]]:
+    for op, impls in space.choices.items():
+        for impl in impls:
+            one = {**around, op: impl}
+            yield one
+            for second, others in space.choices.items():
+                yield from ({**one, second: other} for other in others if second != op)
+
+
+def tried(study: optuna.Study) -> list[FrozenTrial]:
+    """Return the trials that are over: measured, or failed of themselves.
+
+    A trial whose process was killed does not count: it is repeated.
+    """
+    trials = study.get_trials(deepcopy=False, states=TRIED)
+    return [t for t in trials if t.state == TrialState.COMPLETE or "failure" in t.user_attrs]
+
+
+def ranked(study: optuna.Study) -> list[FrozenTrial]:
+    """Return the measured trials, best first."""
+    done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    return sorted(done, key=lambda t: -(t.value or 0.0))
+
+
+def best(study: optuna.Study) -> FrozenTrial | None:
+    """Return the best measured trial."""
+    order = ranked(study)
+    return order[0] if order else None

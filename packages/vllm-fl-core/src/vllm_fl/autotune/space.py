@@ -1,0 +1,87 @@
+"""The search space: operators with the implementations that each may have. Pure.
+
+An implementation's own options are implementations of their own: a wheel registers one for each
+setting that it offers, with a suffix in the id (see ``OpImpl.impl_id``).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+Configuration: TypeAlias = Mapping[str, str]
+"""Operator -> implementation id, for every operator of a space."""
+
+NEEDS_RESTART = frozenset({"attention_backend"})
+"""Operators that are asked once, when the model is built: another choice needs another engine."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen.
+
+    Attributes:
+        choices: operator -> implementation ids, the default first.
+    """
+
+    choices: Mapping[str, tuple[str, ...]]
+
+    @property
+    def default(self) -> dict[str, str]:
+        """The configuration that is in force without tuning."""
+        return {op: impls[0] for op, impls in self.choices.items()}
+
+    @property
+    def size(self) -> int:
+        """The number of configurations."""
+        return math.prod(map(len, self.choices.values()))
+
+    def configurations(self) -> Iterator[dict[str, str]]:
+        """Yield every configuration, the default first."""
+        for combination in itertools.product(*self.choices.values()):
+            yield dict(zip(self.choices, combination, strict=True))
+
+    def changes(self, configuration: Configuration) -> dict[str, str]:
+        """Return what a configuration chooses other than the default."""
+        return {op: impl for op, impl in configuration.items() if impl != self.choices[op][0]}
+
+    def name(self, configuration: Configuration) -> str:
+        """Describe a configuration by its changes."""
+        changes = self.changes(configuration)
+        return ", ".join(f"{op}={impl}" for op, impl in changes.items()) or "default"
+
+
+def distance(one: Configuration, other: Configuration) -> int:
+    """Return in how many operators two configurations differ."""
+    return sum(one[op] != other[op] for op in one)
+
+
+def needs_restart(running: Configuration, wanted: Configuration) -> bool:
+    """Whether an engine that was built with one configuration cannot take another one live."""
+    return any(running.get(op) != wanted.get(op) for op in NEEDS_RESTART)
+
+
+def orders(
+    space: Space, available: Mapping[str, tuple[str, ...]], configuration: Configuration
+) -> dict[str, list[str]]:
+    """Return the order tokens of what a configuration changes.
+
+    The chosen implementation is followed by the other ones, for calls that it does not take.
+
+    Args:
+        space: the space.
+        available: operator -> every implementation that can run, in the default order.
+        configuration: what is chosen.
+    """
+    return {
+        op: [f"impl:{impl}", *(f"impl:{other}" for other in available[op] if other != impl)]
+        for op, impl in space.changes(configuration).items()
+    }
+
+
+def policy(base: Mapping[str, Any], changed: Mapping[str, list[str]]) -> dict[str, Any]:
+    """Return a policy's content with some orders changed, strict, so that nothing falls back."""
+    return {**base, "strict": True, "per_op_order": {**base["per_op_order"], **changed}}

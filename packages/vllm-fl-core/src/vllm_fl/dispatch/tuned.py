@@ -1,0 +1,137 @@
+"""Tuned configurations: what a file says about itself, and whether it is for this machine.
+
+A tuned configuration is a configuration file with a block ``tuned`` that states what it was
+measured on. It is for one device and one shape of model, and for the versions it was measured with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.dispatch import discovery
+from vllm_fl.dispatch.errors import ConfigError, nearest
+from vllm_fl.dispatch.types import YES, Decision
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEY = "tuned"
+FIELDS: Mapping[str, tuple[type, str]] = {
+    "model": (str, "the model's name or folder"),
+    "device": (str, "the device's name"),
+    "shape": (dict, "what of the model decides about the shapes of its operators"),
+    "versions": (dict, "package -> version"),
+    "workload": (str, "what was measured"),
+    "objective": (str, "what was maximised"),
+    "gain": (dict, "measure over that of the default: value, low, high, level, count"),
+    "noise": (dict, "the default over itself in the same run, in the same form"),
+    "measured_in": (str, "how the engine ran when the gain was measured"),
+    "date": (str, "when, in ISO 8601"),
+}
+"""Keys of the block, all required: type and meaning."""
+
+_PACKAGES = ("vllm", "torch", "triton", "flag-gems", "torch-npu", "vllm-fl-core")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a tuned configuration is for.
+
+    Attributes:
+        device: the device's name.
+        shape: see :data:`FIELDS`.
+        versions: package -> version.
+    """
+
+    device: str
+    shape: Mapping[str, Any]
+    versions: Mapping[str, str]
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema of the block."""
+    names = {str: "string", dict: "object"}
+    return {
+        "description": "What a tuned configuration was measured on; written by the tuner.",
+        "type": "object",
+        "additionalProperties": False,
+        "required": list(FIELDS),
+        "properties": {
+            key: {"description": text, "type": names[kind]} for key, (kind, text) in FIELDS.items()
+        },
+    }
+
+
+def check(block: Any, source: str) -> dict[str, Any]:
+    """Return the block if it has the form that it must have.
+
+    Raises:
+        ConfigError: a key is unknown or missing, or a value has another type.
+    """
+    if not isinstance(block, dict):
+        raise ConfigError(f"{source}: {KEY} must be a mapping, not {block!r}.")
+    for key, value in block.items():
+        if key not in FIELDS:
+            raise ConfigError(f"{source}: {KEY}: unknown key {key!r}. {nearest(key, FIELDS)}")
+        if not isinstance(value, FIELDS[key][0]):
+            raise ConfigError(f"{source}: {KEY}: {key}: {value!r} is not {FIELDS[key][1]}.")
+    missing = [key for key in FIELDS if key not in block]
+    if missing:
+        raise ConfigError(f"{source}: {KEY}: {', '.join(missing)} is missing.")
+    return block
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of what decides about speed, and of every backend's wheel."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    for record in discovery.get_discovered_plugins():
+        if record.distribution:
+            found[record.distribution] = record.version
+    return found
+
+
+def is_for(block: Mapping[str, Any], facts: Facts) -> bool:
+    """Whether a configuration is for this device and shape, whatever the versions."""
+    return bool(block["device"] == facts.device and block["shape"] == dict(facts.shape))
+
+
+def decide(block: Mapping[str, Any], facts: Facts) -> Decision:
+    """Whether a configuration that is for this device and shape was measured on these versions."""
+    names = sorted({*block["versions"], *facts.versions})
+    differences = [
+        f"{name} was {block['versions'].get(name, 'absent')}, is {facts.versions.get(name, 'absent')}"
+        for name in names
+        if block["versions"].get(name) != facts.versions.get(name)
+    ]
+    if differences:
+        return Decision.no(f"it was measured with other versions: {'; '.join(differences)}")
+    return YES
+
+
+def choose(
+    blocks: Iterable[tuple[Path, Mapping[str, Any]]], facts: Facts
+) -> tuple[Path | None, list[str]]:
+    """Choose among files with their blocks; of several that are right the latest counts.
+
+    Returns:
+        The file, or None, and why others that are for this device and shape were refused.
+    """
+    accepted: list[tuple[str, Path]] = []
+    refused = []
+    for path, block in blocks:
+        if not is_for(block, facts):
+            continue
+        decision = decide(block, facts)
+        if decision:
+            accepted.append((block["date"], path))
+        else:
+            refused.append(f"{path} is not used: {decision.reason}")
+    return (max(accepted)[1] if accepted else None), refused

@@ -1,0 +1,154 @@
+"""Which operators a model calls, with which arguments, how long they take, and one such call again.
+
+Calls are timed with the device synchronised before and after, so this is for eager runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from vllm_fl.dispatch.calls import Function
+from vllm_fl.dispatch.failure import describe_call
+from vllm_fl.dispatch.ops import get_spec
+from vllm_fl.dispatch.types import OpImpl
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def synchronize() -> None:
+    """Wait for the device, if there is one besides the CPU."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+@dataclass
+class Recorder:
+    """Records calls of operators; an observer of :class:`OpManager`.
+
+    Attributes:
+        shared: addresses of storages that a recorded call need not copy: the model's parameters.
+        wanted: operator -> calls, as described, whose arguments are kept.
+        calls: operator -> call as described -> [number, seconds].
+        kept: operator -> call as described -> arguments.
+    """
+
+    shared: Collection[int]
+    wanted: Mapping[str, Collection[str]]
+    calls: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    kept: dict[str, dict[str, Call]] = field(default_factory=dict)
+
+    def __call__(self, impl: OpImpl, fn: Function) -> Function:
+        """Return ``fn`` with its calls recorded."""
+        op_name = impl.op_name
+
+        def record_and_call(*args: Any, **kwargs: Any) -> Any:
+            described = describe_call(args, kwargs)
+            if described in self.wanted.get(op_name, ()):
+                self.kept.setdefault(op_name, {}).setdefault(
+                    described, copied((args, kwargs), self.shared)
+                )
+            synchronize()
+            began = time.perf_counter()
+            result = fn(*args, **kwargs)
+            synchronize()
+            entry = self.calls.setdefault(op_name, {}).setdefault(described, [0, 0.0])
+            entry[0] += 1
+            entry[1] += time.perf_counter() - began
+            return result
+
+        return record_and_call
+
+
+def copied(call: Call, shared: Collection[int]) -> Call:
+    """Return a call with its tensors copied, but for those of ``shared`` storages."""
+
+    def copy(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.untyped_storage().data_ptr() in shared:
+            return value
+        # clone() would make an expanded or padded layout dense.
+        new = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+        return new.copy_(value)
+
+    args, kwargs = call
+    return tuple(map(copy, args)), {name: copy(value) for name, value in kwargs.items()}
+
+
+def overwritten_copied(op_name: str, call: Call) -> Call:
+    """Return a call whose donated and written arguments are copies."""
+    spec = get_spec(op_name)
+    bound = spec.signature.bind(*call[0], **call[1])
+    for name in spec.donated | spec.written:
+        if isinstance(bound.arguments.get(name), torch.Tensor):
+            ((value,), _) = copied(((bound.arguments[name],), {}), ())
+            bound.arguments[name] = value
+    return bound.args, bound.kwargs
+
+
+def time_call(op_name: str, fn: Function, call: Call, samples: int, limit: float) -> list[float]:
+    """Time one call of an implementation.
+
+    On CUDA the call is captured in a graph, as in a decoding step, if it can be; elsewhere the
+    time includes that of the launch.
+
+    Args:
+        op_name: the operator.
+        fn: the implementation.
+        call: the arguments; they are not changed.
+        samples: how many times to take, at most.
+        limit: seconds after which no further sample is taken.
+
+    Returns:
+        Seconds of one call, by sample.
+    """
+    ready = overwritten_copied(op_name, call)
+    for _ in range(2):  # the first call may compile
+        args, kwargs = overwritten_copied(op_name, ready)
+        fn(*args, **kwargs)
+    synchronize()
+    on_cuda = any(isinstance(v, torch.Tensor) and v.is_cuda for v in (*call[0], *call[1].values()))
+    run = _graph(fn, ready) if on_cuda else None
+    times: list[float] = []
+    end = time.perf_counter() + limit
+    while len(times) < samples and (not times or time.perf_counter() < end):
+        if run is None:
+            args, kwargs = overwritten_copied(op_name, ready)
+            synchronize()
+            began = time.perf_counter()
+            fn(*args, **kwargs)
+            synchronize()
+            times.append(time.perf_counter() - began)
+        else:
+            times.append(_replayed(run))
+    return times
+
+
+def _graph(fn: Function, call: Call) -> Callable[[], None] | None:
+    """Return the replay of a captured call, or None when it cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            fn(*call[0], **call[1])
+    except RuntimeError:
+        synchronize()
+        return None
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+def _replayed(run: Callable[[], None], times: int = 20) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(times):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000 / times

@@ -1,0 +1,98 @@
+"""Finding the tuned configuration for the model and device that vLLM was configured for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm_fl.dispatch import config, env, state, tuned
+from vllm_fl.dispatch.logging import get_logger
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = get_logger("vllm_fl.integration")
+
+SHAPE = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "hidden_act", "moe_intermediate_size", "num_experts", "num_experts_per_tok",
+    "n_routed_experts", "n_group", "topk_group", "kv_lora_rank", "q_lora_rank",
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim",
+)  # fmt: skip
+"""What of a model's configuration decides about its operators' shapes: not the number of layers."""
+
+
+def facts(vllm_config: VllmConfig) -> dict[str, Any]:
+    """Return what a tuned configuration of this engine is for, as JSON-ready containers.
+
+    "model" is its name; the rest is that of :class:`~vllm_fl.dispatch.tuned.Facts`.
+    """
+    from vllm.platforms import current_platform
+
+    model = vllm_config.model_config
+    text = model.hf_text_config
+    shape = {name: getattr(text, name, None) for name in SHAPE}
+    shape = {name: value for name, value in shape.items() if value is not None}
+    return {
+        "model": model.model,
+        "device": current_platform.get_device_name(),
+        "shape": {
+            "architecture": model.architectures[0],
+            **shape,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "quantization": str(model.quantization or ""),
+            "tensor_parallel": vllm_config.parallel_config.tensor_parallel_size,
+        },
+        "versions": tuned.installed_versions(),
+    }
+
+
+def _facts(vllm_config: VllmConfig) -> tuned.Facts:
+    found = facts(vllm_config)
+    return tuned.Facts(found["device"], found["shape"], found["versions"])
+
+
+def look_up(vllm_config: VllmConfig) -> None:
+    """Use the tuned configuration that VLLM_FL_TUNED_DIR has for this model, if there is one.
+
+    A policy that was set from Python stays in force. A tuned configuration that VLLM_FL_CONFIG
+    names is used in any case; what it was not measured on is said.
+    """
+    if vllm_config.model_config is None:
+        return
+    named = env.CONFIG.read()
+    folder = env.TUNED_DIR.read()
+    if named is not None:
+        block = config.read_block(named)
+        if block is not None:
+            _warn(named, block, _facts(vllm_config))
+        return
+    if folder is None:
+        return
+    if state.get_policy() != state.current_config().policy():
+        logger.info("%s is not searched: a policy was set from Python.", env.TUNED_DIR.name)
+        return
+    found, refused = tuned.choose(config.read_blocks(folder), _facts(vllm_config))
+    for reason in refused:
+        logger.warning("%s.", reason)
+    if found is None:
+        logger.info("%s has no configuration for this model and device.", folder)
+    else:
+        logger.info("Operators are chosen by %s (tuned).", found)
+    state.use_tuned_file(found)
+
+
+def _warn(named: object, block: dict[str, Any], here: tuned.Facts) -> None:
+    if not tuned.is_for(block, here):
+        logger.warning("%s was tuned for another device or shape of model.", named)
+        return
+    decision = tuned.decide(block, here)
+    if not decision:
+        logger.warning("%s: %s.", named, decision.reason)
+
+
+def configure(model: str) -> None:
+    """Let vLLM make its configuration for a model, and with it look for a tuned configuration."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    EngineArgs(model=model).create_engine_config()

@@ -1,0 +1,123 @@
+"""What the AutoTune engine asks of a worker; all answers are JSON-ready."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+from vllm_fl.dispatch import state
+from vllm_fl.dispatch.default import get_default_manager
+from vllm_fl.dispatch.ops import CATALOGUE
+from vllm_fl.dispatch.policy import SelectionPolicy
+from vllm_fl.dispatch.predicate import predicate
+from vllm_fl.integration.graphs import GraphCache, check_rebindable
+
+
+class TuningMethods:
+    """Mixed into vLLM's worker with :class:`WorkerExtensionFL`."""
+
+    def fl_policy(self) -> dict[str, Any]:
+        """Return the policy in force in this worker."""
+        return state.get_global_policy().to_dict()
+
+    def fl_set_policy(self, policy: dict[str, Any]) -> dict[str, Any]:
+        """Set the policy: live handles are re-bound, CUDA graphs captured anew if need be.
+
+        Returns:
+            "bound": operator -> implementation; "captured": whether graphs were; "seconds".
+
+        Raises:
+            NotRebindable: the model is compiled.
+        """
+        worker: Any = self
+        check_rebindable(worker.vllm_config)
+        began = time.perf_counter()
+        if "_fl_graphs" not in vars(worker):
+            worker._fl_graphs = GraphCache(
+                worker.model_runner, state.get_global_policy().fingerprint()
+            )
+        new = SelectionPolicy.from_dict(**policy)
+        if new != state.get_global_policy():
+            state.set_global_policy(new)
+        captured = worker._fl_graphs.switch(new.fingerprint())
+        return {
+            "bound": chosen(),
+            "captured": captured,
+            "seconds": time.perf_counter() - began,
+        }
+
+    def fl_candidates(self) -> dict[str, Any]:
+        """Return what can run each operator here, the implementation in force first.
+
+        Orders of single operators and strictness are left aside; vendors and lists count.
+        """
+        manager, policy = get_default_manager(), state.get_global_policy()
+        free = replace(policy, per_op_order=(), strict=False)
+        found = {}
+        for op_name in CATALOGUE:
+            ranking = manager.rank(op_name, free)
+            first = [impl.impl_id for impl in manager.rank(op_name).order]
+            ids = dict.fromkeys((*first[:1], *(impl.impl_id for impl in ranking.order)))
+            found[op_name] = {
+                "available": list(ids),
+                "references": [
+                    impl.impl_id for impl in ranking.order if impl.kind.value == "reference"
+                ],
+                "refused": {impl.impl_id: no.reason for impl, no in ranking.rejected},
+            }
+        return found
+
+    def fl_record(self, wanted: dict[str, list[str]]) -> None:
+        """Start recording the calls of operators, and keep the arguments of the wanted ones."""
+        from vllm_fl.integration.recording import Recorder
+
+        worker: Any = self
+        model = worker.model_runner.get_model()
+        tensors = (*model.parameters(), *model.buffers())
+        shared = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        worker._fl_calls = Recorder(shared, wanted)
+        get_default_manager().observe(worker._fl_calls)
+
+    def fl_recorded(self) -> dict[str, dict[str, list[float]]]:
+        """End recording; return operator -> call -> [number, seconds]."""
+        worker: Any = self
+        get_default_manager().observe(None)
+        return worker._fl_calls.calls
+
+    def fl_time(
+        self, op_name: str, impl_id: str, call: str, samples: int, limit: float
+    ) -> dict[str, Any]:
+        """Time an implementation on a call that was kept.
+
+        Returns:
+            "seconds": by sample; or "refused": why there are none.
+        """
+        import torch
+
+        from vllm_fl.integration.recording import time_call
+
+        worker: Any = self
+        manager = get_default_manager()
+        impl = manager.registry.get_implementation(op_name, impl_id)
+        kept = worker._fl_calls.kept.get(op_name, {}).get(call)
+        if impl is None or kept is None:
+            return {"refused": "the call was not repeated while its arguments were recorded"}
+        decide = predicate(impl)
+        decision = decide(*kept[0], **kept[1]) if decide is not None else None
+        if decision is not None and not decision:
+            return {"refused": decision.reason}
+        with torch.inference_mode():
+            return {"seconds": time_call(op_name, manager.function(impl), kept, samples, limit)}
+
+    def fl_forget_recorded(self) -> None:
+        """Free the arguments of recorded calls."""
+        worker: Any = self
+        worker._fl_calls = None
+
+
+def chosen() -> dict[str, str]:
+    """Return operator -> the implementation in force."""
+    manager = get_default_manager()
+    orders = {op_name: manager.rank(op_name).order for op_name in CATALOGUE}
+    return {op_name: order[0].impl_id for op_name, order in orders.items() if order}

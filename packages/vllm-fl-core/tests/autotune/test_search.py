@@ -1,0 +1,184 @@
+"""The search layer on a model of an engine: planted choices, noise, processes that die."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+
+import pytest
+
+optuna = pytest.importorskip("optuna")
+
+from vllm_fl.autotune.evidence import Evidence, OperatorEvidence
+from vllm_fl.autotune.measuring import confirm, run_trial
+from vllm_fl.autotune.objective import Objective
+from vllm_fl.autotune.search import Outcome, Search, make_sampler, ranked, tried
+from vllm_fl.autotune.supervisor import TrialFailed
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+THROUGHPUT = Objective.parse("throughput")
+
+
+class ModelledArena:
+    """An engine whose step takes the sum of its operators' times, and what pairs add to it.
+
+    Args:
+        times: operator -> implementation -> seconds, alone.
+        together: (operator, implementation) pairs that slow each other -> seconds.
+        noise: standard deviation of the logarithm of a run's time.
+        wrong: implementations that generate something else.
+    """
+
+    def __init__(self, times, together=(), noise=0.0, wrong=(), seed=0):
+        self.times, self.together, self.noise, self.wrong = times, dict(together), noise, wrong
+        self.random = random.Random(seed)
+        self.measured = 0
+
+    def seconds(self, configuration):
+        total = 1.0 + sum(self.times[op][impl] for op, impl in configuration.items())
+        chosen = set(configuration.items())
+        return total + sum(cost for pair, cost in self.together.items() if chosen >= set(pair))
+
+    def admit(self, configuration):
+        for impl in configuration.values():
+            if impl in self.wrong:
+                raise TrialFailed(f"{impl} is wrong")
+
+    def measure(self, configuration):
+        self.measured += 1
+        seconds = self.seconds(configuration) * math.exp(self.random.gauss(0, self.noise))
+        return {
+            "output_tokens_per_second": 100 / seconds,
+            "latency_seconds": seconds,
+            "first_token_seconds": seconds,
+        }
+
+    def evidence(self):
+        operators = {
+            op: OperatorEvidence(
+                available=tuple(impls), share=impls[next(iter(impls))] / 2, calls={"c": [1, 1.0]},
+                timings={"c": {impl: [s + 0.01] * 7 for impl, s in impls.items()}},
+            )
+            for op, impls in self.times.items()
+        }  # fmt: skip
+        return Evidence(operators)
+
+
+def search(arena, trials, study=None, deadline=math.inf, evaluate=None):
+    study = study or optuna.create_study(direction="maximize", sampler=make_sampler(0))
+    evidence = arena.evidence()
+    space = evidence.space()
+
+    def measured(configuration) -> Outcome:
+        return run_trial(arena, THROUGHPUT, space.default, configuration)
+
+    found = Search(study, space, evidence, trials, deadline, evaluate or measured)
+    found.plant_seeds()
+    found.run()
+    return found
+
+
+PLANTED = {
+    "silu_and_mul": {"flagos": 0.5, "vendor": 0.1, "reference": 0.3},
+    "rms_norm": {"flagos": 0.2, "vendor": 0.1, "reference": 0.15},
+    "rotary_embedding": {"flagos": 0.1, "vendor": 0.2},
+    "moe_sum": {"flagos": 0.1, "vendor": 0.09},
+}
+TOGETHER = {(("silu_and_mul", "vendor"), ("rms_norm", "vendor")): 0.4}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_slow_default_and_a_pair_that_is_slow_together(seed):
+    """The best that exhaustive search finds, in a third of its trials."""
+    arena = ModelledArena(PLANTED, TOGETHER, noise=0.01, seed=seed)
+    space = arena.evidence().space()
+    exact = min(space.configurations(), key=arena.seconds)
+    found = search(arena, space.size // 3)
+    best = ranked(found.study)[0].params
+    assert arena.seconds(best) == pytest.approx(arena.seconds(exact))
+    assert best == exact
+    assert exact == {
+        "silu_and_mul": "vendor", "rms_norm": "reference", "rotary_embedding": "flagos",
+        "moe_sum": "vendor",
+    }  # fmt: skip
+    assert len(tried(found.study)) <= space.size // 3 == 12
+
+
+def test_a_small_space_is_searched_whole_and_nothing_twice():
+    arena = ModelledArena({"rms_norm": PLANTED["rms_norm"], "moe_sum": PLANTED["moe_sum"]})
+    found = search(arena, 50)
+    names = [found.space.name(trial.params) for trial in tried(found.study)]
+    assert sorted(names) == sorted(map(found.space.name, found.space.configurations()))
+    assert ranked(found.study)[0].params == {"rms_norm": "vendor", "moe_sum": "vendor"}
+
+
+def test_what_fails_alone_is_not_tried_again():
+    arena = ModelledArena(PLANTED, wrong=("reference",))
+    found = search(arena, 30)
+    failed = [t for t in tried(found.study) if t.state.name == "FAIL"]
+    alone = {op for t in failed if len(c := found.space.changes(t.params)) == 1 for op in c}
+    after = {op: 0 for op in alone}
+    seen = set()
+    for trial in tried(found.study):
+        changes = found.space.changes(trial.params)
+        for op in seen & set(changes):
+            after[op] += changes[op] == "reference"
+        if trial.state.name == "FAIL" and len(changes) == 1:
+            seen |= set(changes)
+    assert not any(after.values())
+    assert ranked(found.study)[0].params["silu_and_mul"] == "vendor"
+    assert all("is wrong" in trial.user_attrs["failure"] for trial in failed)
+
+
+def test_the_deadline_ends_the_search():
+    arena = ModelledArena(PLANTED)
+    found = search(arena, 30, deadline=time.monotonic())
+    assert not tried(found.study)
+
+
+def test_noise_alone_never_wins():
+    """Ten studies of identical implementations; each takes its best to the confirmation."""
+    same = {op: dict.fromkeys(impls, 0.2) for op, impls in PLANTED.items()}
+    for seed in range(10):
+        arena = ModelledArena(same, noise=0.05, seed=seed)
+        found = search(arena, 12)
+        top = ranked(found.study)[0]
+        assert top.value > 1  # noise has made a winner of the search
+        result = confirm(arena, THROUGHPUT, found.space.default, top.params, tests=3)
+        assert not result.decision, (seed, result)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_gain_above_the_noise_wins(seed):
+    arena = ModelledArena(PLANTED, TOGETHER, noise=0.02, seed=seed)
+    space = arena.evidence().space()
+    candidate = {**space.default, "silu_and_mul": "vendor"}
+    result = confirm(arena, THROUGHPUT, space.default, candidate, tests=3)
+    assert result.decision
+    exact = arena.seconds(space.default) / arena.seconds(candidate)
+    assert result.gain.low < exact < result.gain.high
+    slower = confirm(arena, THROUGHPUT, candidate, space.default, tests=3)
+    assert "slower" in slower.decision.reason
+
+
+def test_too_little_time_is_no_gain():
+    arena = ModelledArena(PLANTED)
+    space = arena.evidence().space()
+    candidate = {**space.default, "silu_and_mul": "vendor"}
+    result = confirm(arena, THROUGHPUT, space.default, candidate, 3, over=lambda: True)
+    assert result.rounds == 1
+    assert "contains 1" in result.decision.reason
+
+
+def test_every_configuration_of_a_large_space_can_be_reached():
+    times = {op: {"a": 0.1, "b": 0.1, "c": 0.1} for op in itertools.islice(names(), 9)}
+    arena = ModelledArena(times)
+    found = search(arena, 20)
+    assert found.space.size == 3**9
+    assert len(tried(found.study)) == 20
+
+
+def names():
+    return (f"op{i}" for i in itertools.count())

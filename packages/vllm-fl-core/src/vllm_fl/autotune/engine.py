@@ -46,6 +46,7 @@ def start(arguments: dict[str, Any], policy: dict[str, Any] | None) -> tuple[Any
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "vocabulary": config.model_config.get_vocab_size(),
         "compilation_mode": str(config.compilation_config.mode),
+        "graphs": current_platform.support_static_graph_mode(),
         "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
         "policy": llm.collective_rpc("fl_policy")[0],
     }

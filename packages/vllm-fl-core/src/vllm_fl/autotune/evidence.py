@@ -84,14 +84,18 @@ class Evidence:
 
     def space(self) -> Space:
         """Return what is left to try: operators with more than one choice."""
-        choices = {}
-        for op, entry in self.operators.items():
-            if op in self.left:
-                continue
-            impls = tuple(impl for impl in entry.available if impl not in entry.excluded)
-            if len(impls) > 1:
-                choices[op] = impls
-        return Space(choices)
+        wide = self.wide_space().choices
+        choices = {
+            op: tuple(impl for impl in impls if impl not in self.operators[op].excluded)
+            for op, impls in wide.items()
+        }
+        return Space({op: impls for op, impls in choices.items() if len(impls) > 1})
+
+    def wide_space(self) -> Space:
+        """Return the space before choices were excluded."""
+        return Space(
+            {op: entry.available for op, entry in self.operators.items() if op not in self.left}
+        )
 
     def predicted(self, configuration: Configuration) -> float:
         """Return the time that a configuration would take, the default's being 1.

@@ -20,8 +20,6 @@ from vllm_fl.autotune.supervisor import TrialFailed
 HEARTBEAT_SECONDS = 5
 """A running trial tells its study so often that it is alive; three times as long ends it."""
 
-TRIED = (TrialState.COMPLETE, TrialState.FAIL)
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -125,6 +123,9 @@ class Search:
     def run(self) -> None:
         """Try configurations until trials or time are used up, or nothing is left to try."""
         while not self._finished():
+            if self._must_wait():
+                time.sleep(1)
+                continue
             with _experimental():
                 self.study.optimize(self._objective, n_trials=1, catch=(TrialFailed,))
             self.told()
@@ -134,13 +135,18 @@ class Search:
             return True
         with _experimental():
             optuna.storages.fail_stale_trials(self.study)
-        trials = self.study.get_trials(deepcopy=False)
-        running = [t for t in trials if t.state == TrialState.RUNNING]
-        if len(tried(self.study)) + len(running) >= self.trials:
+        if len(tried(self.study)) >= self.trials:
             return True
-        if any(t.state == TrialState.WAITING for t in trials):
-            return False
-        return next(self._untried(), None) is None
+        waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        return not waiting and not _running(self.study) and next(self._untried(), None) is None
+
+    def _must_wait(self) -> bool:
+        """Whether the trials of other processes that still run may be the last ones."""
+        running = len(_running(self.study))
+        if len(tried(self.study)) + running >= self.trials:
+            return True
+        waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        return bool(running) and not waiting and next(self._untried(), None) is None
 
     def _objective(self, trial: Trial) -> float:
         configuration = {
@@ -148,9 +154,8 @@ class Search:
         }
         taken = [
             dict(other.params)
-            for other in self.study.get_trials(deepcopy=False)
+            for other in (*tried(self.study), *_running(self.study))
             if other.number != trial.number
-            and (other.state in TRIED or (other.state == TrialState.RUNNING and other.params))
         ]
         if configuration in taken or self._is_excluded(configuration):
             nearest = next(self._untried(), None)
@@ -161,6 +166,9 @@ class Search:
             outcome = self.evaluate(configuration)
         except TrialFailed as failure:
             trial.set_user_attr("failure", str(failure))
+            raise
+        except KeyboardInterrupt:
+            self.study.enqueue_trial(configuration)  # for whoever continues the study
             raise
         for key, value in outcome.facts.items():
             trial.set_user_attr(key, value)
@@ -185,10 +193,7 @@ class Search:
 
         Of large spaces only what differs from the best in one or two operators.
         """
-        taken = [
-            dict(t.params) for t in self.study.get_trials(deepcopy=False)
-            if t.state in (*TRIED, TrialState.RUNNING)
-        ]  # fmt: skip
+        taken = [dict(t.params) for t in (*tried(self.study), *_running(self.study))]
         centre = best(self.study)
         around = dict(centre.params) if centre is not None else self.space.default
         if self.space.size <= 4096:
@@ -215,8 +220,13 @@ def tried(study: optuna.Study) -> list[FrozenTrial]:
 
     A trial whose process was killed does not count: it is repeated.
     """
-    trials = study.get_trials(deepcopy=False, states=TRIED)
+    over = (TrialState.COMPLETE, TrialState.FAIL)
+    trials = study.get_trials(deepcopy=False, states=over)
     return [t for t in trials if t.state == TrialState.COMPLETE or "failure" in t.user_attrs]
+
+
+def _running(study: optuna.Study) -> list[FrozenTrial]:
+    return study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
 
 def ranked(study: optuna.Study) -> list[FrozenTrial]:

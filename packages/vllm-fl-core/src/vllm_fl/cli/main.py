@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from vllm_fl.cli import profile, verify
+from vllm_fl.cli import autotune, profile, verify
 from vllm_fl.cli.arguments import parse_call
 from vllm_fl.cli.tables import key_values, table
 from vllm_fl.dispatch.config import json_schema
@@ -40,6 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return status
 
 
+def _look_up(arguments: argparse.Namespace) -> None:
+    if arguments.model is not None:
+        from vllm_fl.integration import tuned
+
+        with contextlib.redirect_stdout(sys.stderr):  # vLLM logs to standard output
+            tuned.configure(arguments.model)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="vllm-fl", description="Operators of one stock vLLM on many chips."
@@ -66,10 +75,15 @@ def _parser() -> argparse.ArgumentParser:
         help="arguments of a call, as in: x=bfloat16[8,256] approximate=\"'tanh'\"",
     )
     configured = report("config", _config, "Print every setting with where it came from.")
+    for parser_of_choices in (explained, configured):
+        parser_of_choices.add_argument(
+            "--model", metavar="M", help="use the tuned configuration for this model, if any"
+        )
     configured.add_argument("--schema", action="store_true", help="print the JSON Schema")
     report("doctor", _doctor, "Print versions, wheels, configuration and faults, for a report.")
     verify.add_arguments(command("verify", verify.run, verify.DESCRIPTION))
     profile.add_arguments(command("profile", profile.run, profile.DESCRIPTION))
+    autotune.add_arguments(command("autotune", autotune.run, autotune.DESCRIPTION))
     return parser
 
 
@@ -104,6 +118,7 @@ def _list(arguments: argparse.Namespace) -> str:
 
 
 def _explain(arguments: argparse.Namespace) -> str:
+    _look_up(arguments)
     call = parse_call(get_spec(arguments.op), arguments.args) if arguments.args else None
     report = explain(get_default_manager(), arguments.op, call)
     if arguments.json:
@@ -117,7 +132,8 @@ def _explain(arguments: argparse.Namespace) -> str:
         (
             report["operator"],
             report["summary"],
-            f"Order: {' > '.join(report['order'])}; {mode}.",
+            f"Order: {' > '.join(report['order'])}"
+            f"{f' (from {source})' if (source := report['source']) else ''}; {mode}.",
             "",
             table(["implementation", "wheel", "decision", "reason"], rows),
             *(
@@ -133,6 +149,7 @@ def _explain(arguments: argparse.Namespace) -> str:
 def _config(arguments: argparse.Namespace) -> str:
     if arguments.schema:
         return json.dumps(json_schema(), indent=2)
+    _look_up(arguments)
     settings = current_config()
     settings.policy()
     report_unused(settings)

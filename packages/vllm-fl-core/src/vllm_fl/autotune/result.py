@@ -1,0 +1,63 @@
+"""What tuning found, and the configuration file that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm_fl.dispatch import config, tuned
+from vllm_fl.dispatch.errors import ConfigError
+
+
+def file_content(
+    settings: config.Config, orders: Mapping[str, list[str]], block: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the content of a tuned configuration file.
+
+    It holds the settings that tuning started from, so that it can stand alone, too.
+
+    Args:
+        settings: the effective configuration during tuning.
+        orders: operator -> order tokens, of what was changed.
+        block: what the file says about itself.
+    """
+    content: dict[str, Any] = {tuned.KEY: dict(block)}
+    for setting in config.SETTINGS:
+        value = settings[setting.key]
+        if setting.parse is not None and value != setting.variable.default:
+            content[setting.key] = list(value) if isinstance(value, tuple) else value
+    changed = {**settings["op_backends"], **orders}
+    content["op_backends"] = {op: list(order) for op, order in changed.items()}
+    return content
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a tuned configuration, after checking that it can be read.
+
+    Raises:
+        ConfigError: it cannot be; a fault of the tuner.
+    """
+    import yaml
+
+    text = "# Written by `vllm-fl autotune`: use it by VLLM_FL_CONFIG, or put it into the folder\n"
+    text += "# of VLLM_FL_TUNED_DIR.\n" + yaml.safe_dump(dict(content), sort_keys=False)
+    config.parse_file(text, str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
+
+
+def check_switches(settings: config.Config) -> None:
+    """Refuse to tune under a switch that a file cannot hold.
+
+    Raises:
+        ConfigError: the master switch, or that of the layers, is off.
+    """
+    for key in ("prefer_enabled", "use_flaggems", "oot_enabled"):
+        if not settings[key]:
+            raise ConfigError(
+                f"{settings.values[key].source} is off, which a configuration file cannot say; "
+                "unset it to tune, or use flagos_whitelist and oot_whitelist."
+            )

@@ -1,0 +1,88 @@
+"""Studies in a storage: opening one, and who gathers its evidence when several processes tune."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import optuna
+
+from vllm_fl.dispatch.errors import ConfigError
+
+PATIENCE_SECONDS = 3600
+"""After so long a claim from another machine no longer counts."""
+
+
+def study_name(content: Mapping[str, Any]) -> str:
+    """Return the name of the study of what is tuned; the same in every process."""
+    text = json.dumps(content, sort_keys=True)
+    return f"autotune {content['model']} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def open_study(
+    name: str,
+    storage: optuna.storages.BaseStorage,
+    sampler: optuna.samplers.BaseSampler,
+    resume: bool,
+) -> optuna.Study:
+    """Make a study, or with ``resume`` join the one that there is.
+
+    Raises:
+        ConfigError: there is one already, and it was not asked to be continued.
+    """
+    try:
+        return optuna.create_study(
+            study_name=name,
+            storage=storage,
+            sampler=sampler,
+            direction="maximize",
+            load_if_exists=resume,
+        )
+    except optuna.exceptions.DuplicatedStudyError as error:
+        raise ConfigError(
+            f"The storage holds this study already ({name}). --resume continues it or joins the "
+            "process that runs it; another --storage starts afresh."
+        ) from error
+
+
+def claim(study: optuna.Study, what: str) -> bool:
+    """Take on a part of a study's work; False while a living process has it.
+
+    A claim is a study of its own, since making one is what every storage does atomically.
+    """
+    storage, number = study._storage, 0
+    while True:
+        name = f"{study.study_name}: {what} {number}"
+        try:
+            mine = optuna.create_study(study_name=name, storage=storage)
+        except optuna.exceptions.DuplicatedStudyError:
+            owner = optuna.load_study(study_name=name, storage=storage).user_attrs.get("owner")
+            if owner is None or is_alive(owner):
+                return False
+            number += 1
+            continue
+        mine.set_user_attr("owner", me())
+        return True
+
+
+def me() -> dict[str, Any]:
+    """Say who this process is."""
+    return {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+
+
+def is_alive(owner: Mapping[str, Any]) -> bool:
+    """Whether the process that claimed something still lives, as far as can be told from here."""
+    if owner["host"] != socket.gethostname():
+        return bool(time.time() - owner["time"] < PATIENCE_SECONDS)
+    try:
+        os.kill(owner["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

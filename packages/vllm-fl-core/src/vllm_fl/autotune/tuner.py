@@ -1,0 +1,426 @@
+"""Tuning from beginning to end: evidence, search, confirmation, result."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from vllm_fl.autotune import result as results
+from vllm_fl.autotune import workload as workloads
+from vllm_fl.autotune.agreement import MEAN_TOLERANCE
+from vllm_fl.autotune.arena import CHECK_LENGTHS, CHECK_NEW_TOKENS, Costs, EngineArena, Limits
+from vllm_fl.autotune.evidence import Evidence
+from vllm_fl.autotune.gathering import gather, policies
+from vllm_fl.autotune.measuring import Confirmation, confirm, finite, run_trial
+from vllm_fl.autotune.objective import Objective
+from vllm_fl.autotune.search import Search, best, make_sampler, make_storage, ranked
+from vllm_fl.autotune.space import Space, orders
+from vllm_fl.autotune.studies import claim, open_study, study_name
+from vllm_fl.autotune.supervisor import TrialFailed
+from vllm_fl.dispatch.errors import ConfigError
+from vllm_fl.dispatch.state import current_config
+
+CONFIRMED = 3
+"""So many of the best configurations are confirmed, until one wins."""
+SEARCH_SHARE = 0.7
+"""The part of the time budget that evidence and search may take."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to tune, and how long.
+
+    Attributes:
+        model: the model, as for vLLM.
+        workload: a preset's name or a file; see ``workload``.
+        objective: see ``objective``.
+        trials: end-to-end trials at most, those of all processes and resumptions together.
+        seconds: the time budget of this process; None for none.
+        storage: URL of the study's storage.
+        resume: continue the study that the storage holds, or join those who run it.
+        engine: more arguments of vLLM's ``LLM``.
+        least_share: operators with a smaller share of the time are left at their default.
+        tolerance: allowed mean difference of log-probabilities in nats; None for the dtype's.
+        trial_seconds: after so long without an answer an engine is taken for hung.
+        verify_starts: starts of compiled engines, of each kind, that verify the winner where
+            serving compiles the model.
+        seed: of the sampler.
+    """
+
+    model: str
+    workload: str = "chat"
+    objective: str = "throughput"
+    trials: int = 40
+    seconds: float | None = None
+    storage: str = "sqlite:///vllm-fl-autotune.db"
+    resume: bool = False
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    least_share: float = 0.005
+    tolerance: float | None = None
+    trial_seconds: float = 600.0
+    verify_starts: int = 2
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far tuning is.
+
+    Attributes:
+        done: trials that are over.
+        trials: trials at most.
+        best: how many times as good as the default the best one so far is; None before it.
+        name: the best configuration's changes.
+        seconds_left: of the time budget; None without one.
+    """
+
+    done: int
+    trials: int
+    best: float | None
+    name: str
+    seconds_left: float | None
+
+
+@dataclass
+class Tuner:
+    """One process's work on a study.
+
+    Args:
+        options: what to tune.
+        tell: called with what happens, for people.
+        progress: called after each trial.
+    """
+
+    options: Options
+    tell: Callable[[str], None] = lambda text: None
+    progress: Callable[[Progress], None] = lambda progress: None
+
+    def __post_init__(self) -> None:
+        self.workload = workloads.load(self.options.workload)
+        self.objective = Objective.parse(self.options.objective)
+        self.settings = current_config()
+        results.check_switches(self.settings)
+        self._began = time.monotonic()
+        self._folder = Path(tempfile.mkdtemp(prefix="vllm-fl-autotune-"))
+        longest = max(self.workload.longest, max(CHECK_LENGTHS) + CHECK_NEW_TOKENS)
+        self.arguments = {
+            "model": self.options.model,
+            "skip_tokenizer_init": True,
+            "enable_prefix_caching": False,
+            "max_model_len": longest + 1,
+            "max_num_seqs": self.workload.concurrency,
+            "seed": 0,
+            **self.options.engine,
+        }
+        if self.arguments["max_model_len"] < longest:
+            raise ConfigError(
+                f"max_model_len is {self.arguments['max_model_len']}; the workload and the "
+                f"checking set need {longest}."
+            )
+        limits = Limits(run=self.options.trial_seconds)
+        self.arena = EngineArena(self.arguments, None, self._folder, limits, tell=self.tell)
+
+    def tune(self) -> dict[str, Any]:
+        """Work until the study is decided, and return everything that is known about it.
+
+        Ctrl-C ends the work; the study keeps what is done.
+
+        Raises:
+            ConfigError: the study exists and is not to be resumed, or belongs to other versions.
+            TrialFailed: the default itself cannot run.
+        """
+        interrupted = False
+        study = self._open()
+        try:
+            try:
+                self._work(study)
+            except KeyboardInterrupt:
+                interrupted = True
+                self.tell("interrupted; --resume continues")
+        finally:
+            self.arena.stop()
+            self._note_costs(study, self.arena.costs)
+        return self.summary(study, interrupted)
+
+    def _open(self) -> optuna.Study:
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        content = {
+            "model": self.options.model,
+            "workload": self.workload.to_dict(),
+            "objective": str(self.objective),
+            "engine": dict(self.arguments),
+            "settings": {key: repr(value.value) for key, value in self.settings.values.items()},
+        }
+        storage = make_storage(self.options.storage)
+        sampler = make_sampler(self.options.seed)
+        return open_study(study_name(content), storage, sampler, self.options.resume)
+
+    def _work(self, study: optuna.Study) -> None:
+        evidence = self._evidence(study)
+        space = evidence.space()
+        if space.choices:
+            self._search(study, evidence)
+            if "result" not in study.user_attrs and claim(study, "confirmation"):
+                study.set_user_attr("result", self._decide(study, space))
+        else:
+            study.set_user_attr("result", {"winner": None, "reason": "there is nothing to choose"})
+
+    # -- evidence
+
+    def _evidence(self, study: optuna.Study) -> Evidence:
+        while "evidence" not in study.user_attrs:
+            if claim(study, "evidence"):
+                self._gather(study)
+            else:
+                self.tell("another process gathers the evidence")
+                time.sleep(2)
+        evidence = Evidence.from_dict(study.user_attrs["evidence"])
+        facts = study.user_attrs["facts"]
+        self.arena.arguments = self._search_arguments(facts["graphs"])
+        self.arena.policy_of = policies(evidence, facts["policy"])
+        if self.arena.reference is None:  # the evidence is another process's
+            self._start_like(facts, study.user_attrs["reference"])
+        return evidence
+
+    def _gather(self, study: optuna.Study) -> None:
+        self.arena.arguments = {**self.arguments, "enforce_eager": True}
+        facts = self.arena.start()
+        self._prepare(facts)
+        self.tell("recording the operators that the workload calls")
+        evidence, reference = gather(self.arena, self.options.least_share, self.tell)
+        if facts["graphs"]:
+            self.arena.stop()  # trials have an engine with graphs
+        study.set_user_attr("facts", facts)
+        study.set_user_attr("workload", self.workload.summary)
+        study.set_user_attr("objective", str(self.objective))
+        study.set_user_attr("reference", reference)
+        study.set_user_attr("evidence", evidence.to_dict())
+
+    def _prepare(self, facts: Mapping[str, Any]) -> None:
+        self.arena.requests = self.workload.as_commands(facts["vocabulary"])
+        tolerance = self.options.tolerance
+        if tolerance is None:
+            tolerance = MEAN_TOLERANCE.get(facts["dtype"], max(MEAN_TOLERANCE.values()))
+        self.arena.tolerance = tolerance
+
+    def _start_like(self, facts: Mapping[str, Any], reference: dict[str, str]) -> None:
+        """Start an engine for a study whose evidence is there.
+
+        Raises:
+            ConfigError: the study was made on another device or with other versions.
+        """
+        here = self.arena.start(reference)
+        for key in ("device", "shape", "versions"):
+            if here["facts"][key] != facts["facts"][key]:
+                raise ConfigError(
+                    f"The study was made with {key} {facts['facts'][key]}, here it is "
+                    f"{here['facts'][key]}. Give another --storage."
+                )
+        self._prepare(here)
+        self.arena.set_reference(reference)
+
+    def _search_arguments(self, graphs: bool) -> dict[str, Any]:
+        """Return the arguments of the engine that is re-bound: not compiled, with graphs."""
+        if not graphs or self.arguments.get("enforce_eager"):
+            return {**self.arguments, "enforce_eager": True}
+        given = self.arguments.get("compilation_config") or {}
+        compilation = {"cudagraph_mode": "FULL_DECODE_ONLY", **given, "mode": 0}
+        return {**self.arguments, "compilation_config": compilation}
+
+    # -- search and decision
+
+    def _search(self, study: optuna.Study, evidence: Evidence) -> None:
+        space = evidence.space()
+        seconds = self.options.seconds
+        deadline = math.inf if seconds is None else self._began + SEARCH_SHARE * seconds
+
+        def evaluate(configuration: Mapping[str, str]) -> Any:
+            began, starts = time.monotonic(), len(self.arena.costs.starts)
+            self.tell(f"trial: {space.name(configuration)}")
+            outcome = run_trial(self.arena, self.objective, space.default, configuration)
+            outcome.facts["seconds"] = time.monotonic() - began
+            outcome.facts["restarts"] = len(self.arena.costs.starts) - starts
+            return outcome
+
+        def told() -> None:
+            found = best(study)
+            self.progress(
+                Progress(
+                    done=len(ranked(study)) + _failures(study),
+                    trials=min(self.options.trials, space.size),
+                    best=found.value if found is not None else None,
+                    name=space.name(found.params) if found is not None else "",
+                    seconds_left=None if seconds is None else deadline - time.monotonic(),
+                )
+            )
+
+        search = Search(study, space, evidence, self.options.trials, deadline, evaluate, told)
+        search.plant_seeds()
+        search.run()
+
+    def _over(self) -> bool:
+        seconds = self.options.seconds
+        return seconds is not None and time.monotonic() >= self._began + seconds
+
+    def _decide(self, study: optuna.Study, space: Space) -> dict[str, Any]:
+        """Confirm the best configurations, one after another, until one wins."""
+        promising = [t for t in ranked(study) if (t.value or 0) > 1 and space.changes(t.params)]
+        confirmations = []
+        for trial in promising[:CONFIRMED]:
+            name = space.name(trial.params)
+            self.tell(f"confirming {name}")
+            try:
+                outcome = confirm(
+                    self.arena, self.objective, space.default, trial.params, CONFIRMED, self._over
+                )
+            except TrialFailed as failure:
+                confirmations.append({"name": name, "failure": str(failure)})
+                continue
+            entry = {"name": name, **outcome.to_dict()}
+            confirmations.append(entry)
+            if outcome.decision:
+                entry["verification"] = self._verify(study, space, trial.params)
+                if entry["verification"].get("accepted", True):
+                    return self._winner(study, space, trial.params, outcome, confirmations)
+        reason = "no configuration beat it by more than the noise"
+        if not promising:
+            reason = "no configuration looked faster in its trial"
+        return {"winner": None, "reason": reason, "confirmations": confirmations}
+
+    def _winner(
+        self,
+        study: optuna.Study,
+        space: Space,
+        configuration: Mapping[str, str],
+        outcome: Confirmation,
+        confirmations: list[dict[str, Any]],
+    ) -> dict[str, Any]:
+        facts = study.user_attrs["facts"]
+        evidence = Evidence.from_dict(study.user_attrs["evidence"])
+        block = {
+            **facts["facts"],
+            "workload": self.workload.summary,
+            "objective": str(self.objective),
+            "gain": finite(dataclasses.asdict(outcome.gain)),
+            "noise": finite(dataclasses.asdict(outcome.noise)),
+            "measured_in": confirmations[-1]["verification"]["text"],
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        }
+        changed = orders(space, evidence.available, configuration)
+        return {
+            "winner": dict(configuration),
+            "name": space.name(configuration),
+            "file": results.file_content(self.settings, changed, block),
+            "confirmations": confirmations,
+        }
+
+    def _verify(
+        self, study: optuna.Study, space: Space, configuration: Mapping[str, str]
+    ) -> dict[str, Any]:
+        """Compare the winner with the default in engines that run as they will serve.
+
+        Returns:
+            "text"; where serving compiles the model, "accepted" and "ratios", one a pair of starts.
+        """
+        facts = study.user_attrs["facts"]
+        mode = facts["compilation_mode"]
+        graphs = facts["graphs"] and not self.arguments.get("enforce_eager")
+        live = "live re-binding, CUDA graphs, not compiled" if graphs else "live re-binding, eager"
+        given = self.arguments.get("compilation_config") or {}
+        if not graphs or given.get("mode") == 0 or not self.options.verify_starts:
+            return {"text": f"{live} (mode {mode})"}
+        self.arena.stop()
+        arena = EngineArena(
+            self.arguments, self.arena.policy_of, self._folder, self.arena.limits, rebind=False,
+            tell=self.tell,
+        )  # fmt: skip
+        arena.requests = self.arena.requests
+        ratios = []
+        try:
+            for number in range(self.options.verify_starts):
+                measured = {}
+                pair = (("default", space.default), ("winner", configuration))
+                for name, chosen in pair if number % 2 == 0 else reversed(pair):
+                    arena.measure(chosen)
+                    runs = [arena.measure(chosen) for _ in range(3)]
+                    measured[name] = {k: statistics.median(r[k] for r in runs) for k in runs[0]}
+                ratios.append(self.objective.ratio(measured["winner"], measured["default"]))
+        except TrialFailed as failure:
+            return {"accepted": False, "text": f"it fails as it would serve: {failure}"}
+        finally:
+            arena.stop()
+            self._note_costs(study, arena.costs)
+        text = ", ".join(f"{ratio:.4f}" for ratio in ratios)
+        return {
+            "accepted": all(ratio > 1 for ratio in ratios),
+            "ratios": ratios,
+            "text": f"{live}; verified in {arena.facts['compilation_mode']}, ratio by start: {text}",
+        }
+
+    def _note_costs(self, study: optuna.Study, costs: Costs) -> None:
+        before = study.user_attrs.get("costs", {})
+        merged = {
+            key: [*before.get(key, ()), *values] for key, values in dataclasses.asdict(costs).items()
+        }
+        study.set_user_attr("costs", merged)
+
+    # -- what is known
+
+    def summary(self, study: optuna.Study, interrupted: bool = False) -> dict[str, Any]:
+        """Return everything that is known about the study, JSON-ready, for reports."""
+        attributes = study.user_attrs
+        evidence = Evidence.from_dict(attributes.get("evidence", {"operators": {}, "left": {}}))
+        space = evidence.space()
+        trials = []
+        for trial in study.get_trials(deepcopy=False):
+            if trial.params and (trial.value is not None or "failure" in trial.user_attrs):
+                known = all(trial.params.get(op) in impls for op, impls in space.choices.items())
+                trials.append(
+                    {
+                        "number": trial.number,
+                        "name": space.name(trial.params) if known else str(trial.params),
+                        "value": trial.value,
+                        **trial.user_attrs,
+                    }
+                )
+        return {
+            "study": study.study_name,
+            "storage": self.options.storage,
+            "interrupted": interrupted,
+            "space": dict(space.choices),
+            "size": space.size if space.choices else 0,
+            "evidence": evidence.to_dict(),
+            "trials": trials,
+            **{
+                key: attributes.get(key)
+                for key in ("facts", "workload", "objective", "reference", "costs", "result")
+            },
+            "rate": rate(attributes.get("costs") or {}, trials),
+        }
+
+
+def rate(costs: Mapping[str, Any], trials: list[dict[str, Any]]) -> dict[str, float] | None:
+    """Return trials per minute as they were, and as they would be with a start for each bind."""
+    seconds = [trial["seconds"] for trial in trials if "seconds" in trial]
+    starts, rebinds = costs.get("starts") or [], costs.get("rebinds") or []
+    if not seconds or not starts or not rebinds:
+        return None
+    live = statistics.median(seconds)
+    # A trial that restarts needs two engines, the default's and the candidate's, started once each.
+    restarting = live + 2 * statistics.median(starts)
+    return {"live": 60 / live, "restarting": 60 / restarting}
+
+
+def _failures(study: optuna.Study) -> int:
+    return sum("failure" in trial.user_attrs for trial in study.get_trials(deepcopy=False))
+

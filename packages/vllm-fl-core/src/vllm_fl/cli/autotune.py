@@ -1,0 +1,144 @@
+"""``vllm-fl autotune``: find the fastest implementations for a model by measurement."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from vllm_fl.dispatch.errors import ConfigError
+
+DESCRIPTION = "Find the implementations of operators that make a whole model fastest."
+
+
+def parse_seconds(text: str) -> float:
+    """Parse ``90``, ``90s``, ``30m`` or ``2h`` into seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    if match is None or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time like 90s, 30m or 2h")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
+
+
+def parse_engine(text: str) -> dict[str, Any]:
+    """Parse a JSON object."""
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise argparse.ArgumentTypeError("not a JSON object")
+    return content
+
+
+def parse_count(text: str) -> int:
+    """Parse a positive whole number."""
+    if not text.isdigit() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments, all but ``--json``, which every command has."""
+    add = parser.add_argument
+    add("--model", required=True, metavar="M", help="the model, as for vLLM")
+    add(
+        "--workload",
+        default="chat",
+        metavar="FILE|PRESET",
+        help="chat (the default), prefill, decode, single, smoke, or a YAML file",
+    )
+    add(
+        "--objective",
+        default="throughput",
+        metavar="O",
+        help="throughput (the default), latency, ttft, or weights: throughput=0.7,latency=0.3",
+    )
+    add("--trials", type=parse_count, default=40, metavar="N", help="at most; default: 40")
+    add("--time-budget", type=parse_seconds, metavar="T", help="as in 90s, 30m, 2h")
+    add(
+        "--storage",
+        default="sqlite:///vllm-fl-autotune.db",
+        metavar="URL",
+        help="where the study is kept, any URL that Optuna takes; default: %(default)s",
+    )
+    add("--resume", action="store_true", help="continue the study, or join those who run it")
+    add("--out", type=Path, default=Path("tuned.yaml"), metavar="FILE", help="default: tuned.yaml")
+    add("--report", type=Path, metavar="FILE", help="default: that of --out, with .html")
+    add(
+        "--engine", type=parse_engine, default={}, metavar="JSON", help="more arguments of vLLM's LLM"
+    )
+    add("--tolerance", type=float, metavar="NATS", help="allowed mean difference from the reference")
+    add("--trial-limit", type=parse_seconds, default=600.0, metavar="T", help="default: 600s")
+    add("--seed", type=int, metavar="N", help="of the sampler")
+
+
+def run(arguments: argparse.Namespace) -> tuple[str, int]:
+    """Tune, and write the configuration file and the report; progress goes to standard error.
+
+    Returns:
+        What to print, and the exit status: 0, or 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: an option is not allowed, or a package is missing.
+        TrialFailed: the default itself cannot run.
+    """
+    from vllm_fl.autotune import Options, tune
+
+    try:
+        from tqdm import tqdm
+
+        from vllm_fl.autotune import report
+    except ImportError as error:
+        raise ConfigError(
+            f"Tuning needs more packages ({error}): pip install 'vllm-fl-core[autotune]'"
+        ) from error
+    from vllm_fl.autotune import result
+
+    options = Options(
+        model=arguments.model,
+        workload=arguments.workload,
+        objective=arguments.objective,
+        trials=arguments.trials,
+        seconds=arguments.time_budget,
+        storage=arguments.storage,
+        resume=arguments.resume,
+        engine=arguments.engine,
+        tolerance=arguments.tolerance,
+        trial_seconds=arguments.trial_limit,
+        seed=arguments.seed,
+    )
+    with tqdm(total=arguments.trials, unit="trial", file=sys.stderr, dynamic_ncols=True) as bar:
+        found = tune(options, tell=_teller(bar), progress=_shower(bar))
+    path = arguments.report or arguments.out.with_suffix(".html")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(report.html(found), encoding="utf-8")
+    lines = [report.text(found), f"Report: {path}"]
+    outcome = found["result"]
+    if outcome is not None and outcome["winner"] is not None:
+        result.write(arguments.out, outcome["file"])
+        lines.append(f"Written: {arguments.out} (VLLM_FL_CONFIG={arguments.out} uses it)")
+    if arguments.json:
+        return json.dumps(found, indent=2), 130 if found["interrupted"] else 0
+    return "\n".join(lines), 130 if found["interrupted"] else 0
+
+
+def _teller(bar: Any) -> Callable[[str], None]:
+    return lambda text: bar.set_description(text[:60])
+
+
+def _shower(bar: Any) -> Callable[[Any], None]:
+    def show(progress: Any) -> None:
+        bar.total = progress.trials
+        bar.n = progress.done
+        if progress.best is not None:
+            bar.set_postfix_str(f"best {progress.best:.3f}x: {progress.name}"[:80], refresh=False)
+        if progress.seconds_left is not None:
+            minutes = max(0, progress.seconds_left) / 60
+            bar.set_postfix_str(f"{bar.postfix}, {minutes:.0f} min left", refresh=False)
+        bar.refresh()
+
+    return show

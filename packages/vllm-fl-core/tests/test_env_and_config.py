@@ -205,7 +205,7 @@ def test_the_schema_describes_what_files_may_hold():
     assert schema["additionalProperties"] is False
     assert sorted(schema["properties"]) == [
         "allow_vendors", "deny_vendors", "flagos_blacklist", "flagos_whitelist", "oot_blacklist",
-        "oot_whitelist", "op_backends", "prefer", "strict",
+        "oot_whitelist", "op_backends", "prefer", "strict", "tuned",
     ]  # fmt: skip
     assert all(len(entry) > 1 for entry in schema["properties"].values())
 

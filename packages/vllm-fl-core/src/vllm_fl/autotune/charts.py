@@ -38,6 +38,11 @@ def _ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [first + i * step for i in range(int((high - first) / step + 1e-9) + 1)]
 
 
+def _number(value: float) -> str:
+    """Write three significant digits without an exponent."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def _text(x: float, y: float, text: str, anchor: str = "middle") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
 
@@ -112,6 +117,6 @@ def bars(points: Sequence[Point], title: str, unit: str) -> str:
             parts.append(_line(x1, y + 8, x2, y + 8, "#111827"))
         parts.append(_text(label_width - 8, y + 13, point.label[:52], "end"))
         end = zero + max(0.0, point.high if point.high is not None else point.value) * scale
-        parts.append(_text(end + 8, y + 13, f"{point.value:.3g}", "start"))
+        parts.append(_text(end + 8, y + 13, _number(point.value), "start"))
     parts.append(_text(label_width, height - 6, unit, "start"))
     return _svg(height, title, parts)

@@ -14,6 +14,7 @@ import os
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -118,9 +119,7 @@ def check(llm: Any, prompts: list[list[int]], new_tokens: int) -> list[dict[str,
         logprobs=LOGPROBS,
         prompt_logprobs=0,
     )
-    outputs = llm.generate(
-        [{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False
-    )
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     return [
         {
             "prompt": [
@@ -139,7 +138,7 @@ def check(llm: Any, prompts: list[list[int]], new_tokens: int) -> list[dict[str,
     ]
 
 
-COMMANDS = {"worker": worker, "serve": serve, "check": check}
+COMMANDS: dict[str, Callable[..., Any]] = {"worker": worker, "serve": serve, "check": check}
 
 
 def main() -> None:
@@ -154,7 +153,7 @@ def main() -> None:
                     llm, answer = start(**command)
                 else:
                     answer = COMMANDS[do](llm, **command)
-                reply = {"answer": answer}
+                reply: dict[str, Any] = {"answer": answer}
             except Exception as error:
                 reply = {"error": f"{type(error).__name__}: {error}"}
             answers.write(json.dumps(reply) + "\n")

@@ -151,5 +151,3 @@ def confirm(
             decision = is_gain(gain, noise)
             if decision or gain.high < 1 or exhausted:
                 return Confirmation(gain, noise, decision, len(gains))
-
-

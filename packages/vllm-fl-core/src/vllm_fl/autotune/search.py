@@ -79,15 +79,14 @@ def seeds(space: Space, evidence: Evidence, count: int) -> list[dict[str, str]]:
         return evidence.predicted({**default, op: impl})
 
     best = {
-        op: min(impls, key=lambda impl: time_with(op, impl))  # noqa: B023
-        for op, impls in space.choices.items()
+        op: min(impls, key=lambda impl: time_with(op, impl)) for op, impls in space.choices.items()
     }
     if best == default:  # nothing is known: then what is not the default
         best = {op: impls[1] for op, impls in space.choices.items()}
     found = [default, best]
     found += [{**best, op: default[op]} for op in space.changes(best)]
     for op in space.changes(best):  # the second best, where taking it back loses something
-        others = sorted(space.choices[op], key=lambda impl: time_with(op, impl))  # noqa: B023
+        others = sorted(space.choices[op], key=lambda impl: time_with(op, impl))
         found += [{**best, op: others[1]}]
     found += [{**default, op: impl} for op, impl in space.changes(best).items()]
     return list({space.name(c): c for c in found}.values())[:count]
@@ -150,7 +149,8 @@ class Search:
 
     def _objective(self, trial: Trial) -> float:
         configuration = {
-            op: str(trial.suggest_categorical(op, impls)) for op, impls in self.space.choices.items()
+            op: str(trial.suggest_categorical(op, impls))
+            for op, impls in self.space.choices.items()
         }
         taken = [
             dict(other.params)

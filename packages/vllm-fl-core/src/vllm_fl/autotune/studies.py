@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import optuna
@@ -50,24 +51,32 @@ def open_study(
         ) from error
 
 
-def claim(study: optuna.Study, what: str) -> bool:
-    """Take on a part of a study's work; False while a living process has it.
+@contextlib.contextmanager
+def claim(study: optuna.Study, storage: optuna.storages.BaseStorage, what: str) -> Iterator[bool]:
+    """Take on a part of a study's work for the block; False while a living process has it."""
+    mine = _claim(study.study_name, storage, what)
+    try:
+        yield mine is not None
+    finally:
+        if mine is not None:
+            mine.set_user_attr("owner", {})
 
-    A claim is a study of its own, since making one is what every storage does atomically.
-    """
-    storage, number = study._storage, 0
+
+def _claim(study: str, storage: optuna.storages.BaseStorage, what: str) -> optuna.Study | None:
+    """Make a study that stands for the claim: what every storage does atomically."""
+    number = 0
     while True:
-        name = f"{study.study_name}: {what} {number}"
+        name = f"{study}: {what} {number}"
         try:
             mine = optuna.create_study(study_name=name, storage=storage)
         except optuna.exceptions.DuplicatedStudyError:
             owner = optuna.load_study(study_name=name, storage=storage).user_attrs.get("owner")
             if owner is None or is_alive(owner):
-                return False
+                return None
             number += 1
             continue
         mine.set_user_attr("owner", me())
-        return True
+        return mine
 
 
 def me() -> dict[str, Any]:
@@ -77,6 +86,8 @@ def me() -> dict[str, Any]:
 
 def is_alive(owner: Mapping[str, Any]) -> bool:
     """Whether the process that claimed something still lives, as far as can be told from here."""
+    if not owner:
+        return False  # it has done its part
     if owner["host"] != socket.gethostname():
         return bool(time.time() - owner["time"] < PATIENCE_SECONDS)
     try:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from vllm_fl.dispatch import env
 from vllm_fl.dispatch.errors import VllmFLError
 
 
@@ -34,6 +35,8 @@ class EngineProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-P" if sys.version_info >= (3, 11) else "-s",
                  "-m", "vllm_fl.autotune.engine", str(write)],
+                # What is tuned is what runs without a tuned configuration.
+                env=env.environ_without(env.TUNED_DIR),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

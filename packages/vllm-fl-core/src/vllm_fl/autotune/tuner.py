@@ -23,7 +23,7 @@ from vllm_fl.autotune.evidence import Evidence
 from vllm_fl.autotune.gathering import gather, policies
 from vllm_fl.autotune.measuring import Confirmation, confirm, finite, run_trial
 from vllm_fl.autotune.objective import Objective
-from vllm_fl.autotune.search import Search, best, make_sampler, make_storage, ranked
+from vllm_fl.autotune.search import Search, best, make_sampler, make_storage, ranked, tried
 from vllm_fl.autotune.space import Space, orders
 from vllm_fl.autotune.studies import claim, open_study, study_name
 from vllm_fl.autotune.supervisor import TrialFailed
@@ -161,29 +161,47 @@ class Tuner:
             "engine": dict(self.arguments),
             "settings": {key: repr(value.value) for key, value in self.settings.values.items()},
         }
-        storage = make_storage(self.options.storage)
+        self._storage = make_storage(self.options.storage)
         sampler = make_sampler(self.options.seed)
-        return open_study(study_name(content), storage, sampler, self.options.resume)
+        return open_study(study_name(content), self._storage, sampler, self.options.resume)
 
     def _work(self, study: optuna.Study) -> None:
+        if self._is_decided(study, self.options.trials):
+            return
         evidence = self._evidence(study)
         space = evidence.space()
-        if space.choices:
-            self._search(study, evidence)
-            if "result" not in study.user_attrs and claim(study, "confirmation"):
-                study.set_user_attr("result", self._decide(study, space))
-        else:
-            study.set_user_attr("result", {"winner": None, "reason": "there is nothing to choose"})
+        if not space.choices:
+            nothing = {"winner": None, "reason": "there is nothing to choose", "trials": 0}
+            study.set_user_attr("result", nothing)
+            return
+        self._search(study, evidence)
+        while not self._is_decided(study):
+            with claim(study, self._storage, "confirmation") as mine:
+                if mine:
+                    result = self._decide(study, space)
+                    study.set_user_attr("result", {**result, "trials": len(tried(study))})
+                    return
+            self.tell("another process confirms the best")
+            time.sleep(2)
+
+    def _is_decided(self, study: optuna.Study, trials: int = 0) -> bool:
+        """Whether there is a result of all trials, and of at least ``trials`` if there may be."""
+        result = study.user_attrs.get("result")
+        if result is None or result["trials"] != len(tried(study)):
+            return False
+        space = Evidence.from_dict(study.user_attrs["evidence"]).space()
+        return not space.choices or result["trials"] >= min(trials, space.size)
 
     # -- evidence
 
     def _evidence(self, study: optuna.Study) -> Evidence:
         while "evidence" not in study.user_attrs:
-            if claim(study, "evidence"):
-                self._gather(study)
-            else:
-                self.tell("another process gathers the evidence")
-                time.sleep(2)
+            with claim(study, self._storage, "evidence") as mine:
+                if mine:
+                    self._gather(study)
+                    break
+            self.tell("another process gathers the evidence")
+            time.sleep(2)
         evidence = Evidence.from_dict(study.user_attrs["evidence"])
         facts = study.user_attrs["facts"]
         self.arena.arguments = self._search_arguments(facts["graphs"])
@@ -256,7 +274,7 @@ class Tuner:
             found = best(study)
             self.progress(
                 Progress(
-                    done=len(ranked(study)) + _failures(study),
+                    done=len(tried(study)),
                     trials=min(self.options.trials, space.size),
                     best=found.value if found is not None else None,
                     name=space.name(found.params) if found is not None else "",
@@ -360,17 +378,19 @@ class Tuner:
         finally:
             arena.stop()
             self._note_costs(study, arena.costs)
-        text = ", ".join(f"{ratio:.4f}" for ratio in ratios)
+        by_start = ", ".join(f"{ratio:.4f}" for ratio in ratios)
+        text = f"{live}; verified in {arena.facts['compilation_mode']}, ratios {by_start}"
         return {
             "accepted": all(ratio > 1 for ratio in ratios),
             "ratios": ratios,
-            "text": f"{live}; verified in {arena.facts['compilation_mode']}, ratio by start: {text}",
+            "text": text,
         }
 
     def _note_costs(self, study: optuna.Study, costs: Costs) -> None:
         before = study.user_attrs.get("costs", {})
         merged = {
-            key: [*before.get(key, ()), *values] for key, values in dataclasses.asdict(costs).items()
+            key: [*before.get(key, ()), *values]
+            for key, values in dataclasses.asdict(costs).items()
         }
         study.set_user_attr("costs", merged)
 
@@ -419,8 +439,3 @@ def rate(costs: Mapping[str, Any], trials: list[dict[str, Any]]) -> dict[str, fl
     # A trial that restarts needs two engines, the default's and the candidate's, started once each.
     restarting = live + 2 * statistics.median(starts)
     return {"live": 60 / live, "restarting": 60 / restarting}
-
-
-def _failures(study: optuna.Study) -> int:
-    return sum("failure" in trial.user_attrs for trial in study.get_trials(deepcopy=False))
-

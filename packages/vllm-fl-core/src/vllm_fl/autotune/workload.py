@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +90,15 @@ class Shape:
     output: int | list[int]
     concurrency: int = 64
     rate: float | None = None
-    seed: int = field(default=0)
+    seed: int = 0
 
     def draw(self, name: str) -> Workload:
         """Draw the requests; lengths are spread evenly over the logarithm."""
         generator = random.Random(self.seed)
         arrival, drawn = 0.0, []
         for _ in range(self.requests):
-            sizes = [_draw_length(generator, span) for span in (self.prompt, self.output)]
-            drawn.append(Request(*sizes, arrival))
+            prompt = _draw_length(generator, self.prompt)
+            drawn.append(Request(prompt, _draw_length(generator, self.output), arrival))
             if self.rate is not None:
                 arrival += generator.expovariate(self.rate)
         return Workload(name, tuple(drawn), self.concurrency)

@@ -69,9 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=Path("tuned.yaml"), metavar="FILE", help="default: tuned.yaml")
     add("--report", type=Path, metavar="FILE", help="default: that of --out, with .html")
     add(
-        "--engine", type=parse_engine, default={}, metavar="JSON", help="more arguments of vLLM's LLM"
+        "--engine",
+        type=parse_engine,
+        default={},
+        metavar="JSON",
+        help="more arguments of vLLM's LLM",
     )
-    add("--tolerance", type=float, metavar="NATS", help="allowed mean difference from the reference")
+    add(
+        "--tolerance", type=float, metavar="NATS", help="allowed mean difference from the reference"
+    )
     add("--trial-limit", type=parse_seconds, default=600.0, metavar="T", help="default: 600s")
     add("--seed", type=int, metavar="N", help="of the sampler")
 

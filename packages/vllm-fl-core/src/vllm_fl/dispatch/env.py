@@ -263,6 +263,12 @@ def texts(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     }
 
 
+def environ_without(*variables: EnvVar) -> dict[str, str]:
+    """Return the environment for a process that shall not see some variables."""
+    names = {variable.name for variable in variables}
+    return {name: text for name, text in os.environ.items() if name not in names}
+
+
 def unknown_variables(environ: Mapping[str, str] | None = None) -> Iterator[tuple[str, str]]:
     """Yield (name, advice) for every set ``VLLM_FL_`` variable that does not exist."""
     known = {variable.name for variable in VARIABLES}

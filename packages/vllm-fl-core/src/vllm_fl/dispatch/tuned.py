@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KEY = "tuned"
-FIELDS: Mapping[str, tuple[type, str]] = {
+FIELDS: Mapping[str, tuple[type[Any], str]] = {
     "model": (str, "the model's name or folder"),
     "device": (str, "the device's name"),
     "shape": (dict, "what of the model decides about the shapes of its operators"),
@@ -53,7 +53,7 @@ class Facts:
 
 def schema() -> dict[str, Any]:
     """Return the JSON Schema of the block."""
-    names = {str: "string", dict: "object"}
+    names: dict[type[Any], str] = {str: "string", dict: "object"}
     return {
         "description": "What a tuned configuration was measured on; written by the tuner.",
         "type": "object",
@@ -106,10 +106,12 @@ def is_for(block: Mapping[str, Any], facts: Facts) -> bool:
 def decide(block: Mapping[str, Any], facts: Facts) -> Decision:
     """Whether a configuration that is for this device and shape was measured on these versions."""
     names = sorted({*block["versions"], *facts.versions})
-    differences = [
-        f"{name} was {block['versions'].get(name, 'absent')}, is {facts.versions.get(name, 'absent')}"
+    pairs = {
+        name: (block["versions"].get(name, "absent"), facts.versions.get(name, "absent"))
         for name in names
-        if block["versions"].get(name) != facts.versions.get(name)
+    }
+    differences = [
+        f"{name} was {was}, is {now}" for name, (was, now) in pairs.items() if was != now
     ]
     if differences:
         return Decision.no(f"it was measured with other versions: {'; '.join(differences)}")

@@ -1,0 +1,8 @@
+"""Makes the modules that these tests share importable; needs Optuna."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

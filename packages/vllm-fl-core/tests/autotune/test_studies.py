@@ -1,0 +1,124 @@
+"""Studies that several processes share, one of which may be killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+from modelled import PLANTED, TOGETHER, ModelledArena
+
+from vllm_fl.autotune.search import make_sampler, make_storage, ranked, tried
+from vllm_fl.autotune.studies import claim, is_alive, me, open_study, study_name
+from vllm_fl.dispatch import ConfigError
+
+HERE = Path(__file__).parent
+TRIALS = 14
+
+
+@pytest.fixture
+def url(tmp_path):
+    return f"sqlite:///{tmp_path / 'study.db'}"
+
+
+def searcher(url, name, seconds=0.2):
+    return subprocess.Popen(
+        [sys.executable, str(HERE / "searcher.py"), url, str(TRIALS), str(seconds), name],
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process):
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors.decode()
+
+
+def study_of(url):
+    return optuna.load_study(study_name="autotune planted", storage=make_storage(url))
+
+
+def check(study):
+    """The budget is used up exactly, nothing was measured twice, and the best was found."""
+    over = [tuple(sorted(trial.params.items())) for trial in tried(study)]
+    assert len(over) == len(set(over)) == TRIALS
+    space = ModelledArena(PLANTED, TOGETHER).evidence().space()
+    exact = min(space.configurations(), key=ModelledArena(PLANTED, TOGETHER).seconds)
+    assert ranked(study)[0].params == exact
+
+
+def test_two_processes_share_a_study(url):
+    both = [searcher(url, "one"), searcher(url, "two")]
+    for process in both:
+        finish(process)
+    study = study_of(url)
+    check(study)
+    assert {trial.user_attrs["by"] for trial in ranked(study)} == {"one", "two"}
+
+
+def test_a_killed_process_loses_one_trial_which_is_repeated(url):
+    first = searcher(url, "killed", seconds=1.0)
+    while not Path(url.removeprefix("sqlite:///")).exists():
+        time.sleep(0.1)
+    study = None
+    while study is None or len(ranked(study)) < 2:
+        time.sleep(0.2)
+        assert first.poll() is None
+        try:
+            study = study_of(url)
+        except (KeyError, optuna.exceptions.StorageInternalError):
+            continue
+    first.kill()
+    first.communicate()
+    before = {trial.number for trial in ranked(study)}
+    assert len(before) >= 2
+    finish(searcher(url, "second"))
+    check(study)
+    assert {t.number for t in ranked(study) if t.user_attrs["by"] == "killed"} >= before
+
+
+def test_a_study_is_only_continued_when_that_is_asked_for(url):
+    storage, sampler = make_storage(url), make_sampler(0)
+    first = open_study("autotune x", storage, sampler, resume=False)
+    with pytest.raises(ConfigError, match="--resume continues it"):
+        open_study("autotune x", storage, sampler, resume=False)
+    assert open_study("autotune x", storage, sampler, resume=True).study_name == first.study_name
+
+
+def test_the_name_depends_on_what_is_tuned():
+    base = {"model": "m", "workload": {"a": 1}}
+    assert study_name(base) == study_name(dict(reversed(base.items())))
+    assert study_name(base) != study_name({**base, "workload": {"a": 2}})
+
+
+def test_a_claim_holds_while_its_process_lives_and_ends_with_its_block(url):
+    storage = make_storage(url)
+    study = open_study("autotune x", storage, make_sampler(0), resume=True)
+    with claim(study, storage, "evidence") as mine:
+        assert mine
+        with claim(study, storage, "evidence") as again:
+            assert not again
+        with claim(study, storage, "confirmation") as other:
+            assert other
+    with claim(study, storage, "evidence") as later:
+        assert later
+    code = (
+        "import os, sys; from vllm_fl.autotune import studies, search\n"
+        "storage = search.make_storage(sys.argv[1])\n"
+        "study = studies.open_study('autotune x', storage, search.make_sampler(0), True)\n"
+        "with studies.claim(study, storage, 'evidence') as mine:\n"
+        "    assert mine\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, url], check=False)
+    assert done.returncode == -9
+    with claim(study, storage, "evidence") as mine:
+        assert mine
+
+
+def test_owners_on_other_machines_are_trusted_for_a_while():
+    away = {**me(), "host": "elsewhere"}
+    assert is_alive(away)
+    assert not is_alive({**away, "time": away["time"] - 4000})

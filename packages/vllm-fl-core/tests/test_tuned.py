@@ -1,0 +1,138 @@
+"""Tuned configurations: what they say, which is chosen, how they enter the configuration."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from vllm_fl.dispatch import (
+    BackendImplKind,
+    ConfigError,
+    OpImpl,
+    OpManager,
+    config,
+    reset_global_policy,
+    state,
+    tuned,
+)
+from vllm_fl.dispatch.report import explain
+
+SHAPE = {"architecture": "Qwen3ForCausalLM", "hidden_size": 256, "tensor_parallel": 1}
+HERE = tuned.Facts("NVIDIA H200", SHAPE, {"vllm": "0.28.0", "torch": "2.13.0"})
+BLOCK = {
+    "model": "tiny", "device": HERE.device, "shape": SHAPE, "versions": dict(HERE.versions),
+    "workload": "chat", "objective": "throughput", "gain": {}, "noise": {}, "measured_in": "eager",
+    "date": "2026-01-01T00:00:00+00:00",
+}  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    def write(name, block=None, **content):
+        block = {} if block is None else {"tuned": {**BLOCK, **block}}
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({**block, **content}))
+        return path
+
+    write.path = tmp_path
+    return write
+
+
+def choose(folder):
+    return tuned.choose(config.read_blocks(folder.path), HERE)
+
+
+def test_the_latest_one_that_fits_is_chosen(folder):
+    folder("other-device", {"device": "NVIDIA A100", "date": "2027"})
+    folder("other-shape", {"shape": {**SHAPE, "hidden_size": 512}, "date": "2027"})
+    folder("older", {"date": "2025"})
+    folder("not-tuned", prefer="vendor")
+    right = folder("right", {})
+    assert choose(folder) == (right, [])
+
+
+def test_other_versions_are_refused_with_the_reason(folder):
+    path = folder("old", {"versions": {"vllm": "0.26.0", "torch": "2.13.0", "vllm-fl-cuda": "1"}})
+    found, (refused,) = choose(folder)
+    assert found is None
+    assert refused == (
+        f"{path} is not used: it was measured with other versions: vllm was 0.26.0, is 0.28.0; "
+        "vllm-fl-cuda was 1, is absent"
+    )
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ([], "must be a mapping"),
+        ({"modell": "x"}, "unknown key 'modell'. Did you mean 'model'"),
+        ({**BLOCK, "device": 3}, "device: 3 is not the device's name"),
+        ({"model": "x"}, "device, shape, versions, .* is missing"),
+    ],
+)
+def test_a_bad_block_is_an_error(tmp_path, block, message):
+    file = tmp_path / "fl.yaml"
+    file.write_text(yaml.safe_dump({"tuned": block}))
+    with pytest.raises(ConfigError, match=rf"fl\.yaml \(VLLM_FL_CONFIG\): tuned.*{message}"):
+        config.load(environ={"VLLM_FL_CONFIG": str(file)})
+
+
+def test_it_lies_between_the_platform_and_the_environment(folder, tmp_path, monkeypatch):
+    package = tmp_path / "acme_fl"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "acme.yaml").write_text("prefer: vendor\nstrict: true\ndeny_vendors: [a]")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = folder(
+        "right", {}, prefer="reference", strict=False, op_backends={"rms_norm": ["vendor"]}
+    )
+    loaded = config.load("acme_fl:acme.yaml", {"VLLM_FL_STRICT": "1"}, path)
+    assert (loaded["prefer"], loaded["strict"]) == ("reference", True)
+    assert loaded["deny_vendors"] == ("a",)
+    assert loaded.values["op_backends"].source == f"{path} (tuned)"
+    assert loaded.values["strict"].source == "VLLM_FL_STRICT"
+
+
+def test_a_user_s_file_replaces_it_and_says_so(folder):
+    path = folder("right", {}, prefer="reference")
+    environ = {"VLLM_FL_CONFIG": str(path), "VLLM_FL_TUNED_DIR": str(folder.path)}
+    loaded = config.load(environ=environ)
+    assert loaded["prefer"] == "reference"
+    assert loaded.ignored == ("VLLM_FL_TUNED_DIR",)
+
+
+def test_explain_says_tuned(folder):
+    manager = OpManager(register_builtins=False)
+
+    def run(input, output):
+        raise NotImplementedError
+
+    for vendor in "ab":
+        manager.registry.register_impl(
+            OpImpl("moe_sum", f"vendor.{vendor}", BackendImplKind.VENDOR, run, vendor=vendor)
+        )
+    reset_global_policy()
+    assert explain(manager, "moe_sum")["chosen"] == "vendor.a"
+    assert explain(manager, "moe_sum")["source"] == state.current_config().values["prefer"].source
+    path = folder("right", {}, op_backends={"moe_sum": ["impl:vendor.b", "impl:vendor.a"]})
+    epoch = manager.policy_epoch
+    state.use_tuned_file(path)
+    try:
+        assert manager.policy_epoch > epoch
+        report = explain(manager, "moe_sum")
+        assert (report["chosen"], report["source"]) == ("vendor.b", f"{path} (tuned)")
+    finally:
+        state.use_tuned_file(None)
+    assert explain(manager, "moe_sum")["chosen"] == "vendor.a"
+
+
+def test_the_block_is_in_the_schema():
+    schema = config.json_schema()["properties"]["tuned"]
+    assert schema["required"] == list(BLOCK)
+    assert schema["additionalProperties"] is False
+
+
+def test_versions_hold_what_decides_about_speed():
+    found = tuned.installed_versions()
+    assert found["vllm-fl-core"]
+    assert all(isinstance(number, str) for number in found.values())

@@ -10,15 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
+import sqlalchemy.exc
 from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from vllm_fl.autotune.evidence import Evidence
 from vllm_fl.autotune.space import Configuration, Space, distance
 from vllm_fl.autotune.supervisor import TrialFailed
+from vllm_fl.dispatch.errors import ConfigError
 
 HEARTBEAT_SECONDS = 5
 """A running trial tells its study so often that it is alive; three times as long ends it."""
+
+STORAGE_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,28 @@ def _experimental() -> Iterator[None]:
 
 
 def make_storage(url: str) -> optuna.storages.BaseStorage:
-    """Open or make a study storage; ``url`` is any that SQLAlchemy takes."""
+    """Open or make a study storage; ``url`` is any that SQLAlchemy takes.
+
+    Raises:
+        ConfigError: it cannot be opened.
+    """
+    attempt = 1
+    while True:
+        try:
+            return _open_storage(url)
+        except sqlalchemy.exc.DBAPIError as error:
+            # Optuna makes its tables without a lock: another process may be making them now.
+            if attempt == STORAGE_ATTEMPTS:
+                raise ConfigError(f"The storage {url} cannot be opened: {error}") from error
+            attempt += 1
+            time.sleep(1)
+        except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
+            raise ConfigError(
+                f"{url!r} is no storage: {error}. Write it as in 'sqlite:///study.db'."
+            ) from error
+
+
+def _open_storage(url: str) -> optuna.storages.RDBStorage:
     options: dict[str, Any] = {}
     if url.startswith("sqlite"):
         options = {"connect_args": {"timeout": 60}}  # others write, too

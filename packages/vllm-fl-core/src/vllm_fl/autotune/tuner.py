@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 import statistics
 import tempfile
 import time
@@ -150,6 +151,7 @@ class Tuner:
         finally:
             self.arena.stop()
             self._note_costs(study, self.arena.costs)
+        shutil.rmtree(self._folder)  # the logs are for when it raises
         return self.summary(study, interrupted)
 
     def _open(self) -> optuna.Study:

@@ -46,7 +46,7 @@ def _look_up(arguments: argparse.Namespace) -> None:
         from vllm_fl.integration import tuned
 
         with contextlib.redirect_stdout(sys.stderr):  # vLLM logs to standard output
-            tuned.configure(arguments.model)
+            tuned.configure(arguments.model, arguments.dtype)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -79,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         parser_of_choices.add_argument(
             "--model", metavar="M", help="use the tuned configuration for this model, if any"
         )
+        parser_of_choices.add_argument("--dtype", default="auto", help="of the model, as for vLLM")
     configured.add_argument("--schema", action="store_true", help="print the JSON Schema")
     report("doctor", _doctor, "Print versions, wheels, configuration and faults, for a report.")
     verify.add_arguments(command("verify", verify.run, verify.DESCRIPTION))

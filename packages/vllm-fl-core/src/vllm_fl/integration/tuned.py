@@ -91,8 +91,8 @@ def _warn(named: object, block: dict[str, Any], here: tuned.Facts) -> None:
         logger.warning("%s: %s.", named, decision.reason)
 
 
-def configure(model: str) -> None:
+def configure(model: str, dtype: Any) -> None:
     """Let vLLM make its configuration for a model, and with it look for a tuned configuration."""
     from vllm.engine.arg_utils import EngineArgs
 
-    EngineArgs(model=model).create_engine_config()
+    EngineArgs(model=model, dtype=dtype).create_engine_config()

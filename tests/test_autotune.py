@@ -1,0 +1,193 @@
+"""AutoTune with real vLLM and the tiny model, from the command line to the tuned start-up."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vllm_fl.cli.main import _parser
+from vllm_fl.dispatch import policy_from_config
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+import planted  # noqa: E402
+
+BIN = Path(sys.executable).parent
+ENGINE = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 26}
+PLANTED = {"PYTHONPATH": str(HERE), "VLLM_FL_PLUGIN_MODULES": "planted"}
+OPERATORS = ("silu_and_mul", "rms_norm", "rotary_embedding")
+
+
+def command(*arguments, **env):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_FL_")}
+    return subprocess.run(
+        [BIN / "vllm-fl", *arguments],
+        env={**clean, "OMP_NUM_THREADS": "1", **PLANTED, **env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+
+
+class Study:
+    """One study of the tiny model with planted choices."""
+
+    def __init__(self, folder, model):
+        self.out, self.report = folder / "tuned.yaml", folder / "tuned.html"
+        workload = folder / "few.yaml"
+        workload.write_text("{requests: 3, prompt: [4, 24], output: 4, concurrency: 3}")
+        self.arguments = [
+            "autotune", "--model", str(model), "--workload", str(workload), "--trials", "9",
+            "--engine", json.dumps(ENGINE), "--storage", f"sqlite:///{folder / 'study.db'}",
+            "--out", str(self.out), "--seed", "0", "--json",
+        ]  # fmt: skip
+        self.done = self.run()
+        self.found = json.loads(self.done.stdout)
+
+    def run(self, *more):
+        done = command(*self.arguments, *more, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        assert done.returncode == 0, done.stderr
+        return done
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory, tiny_model):
+    return Study(tmp_path_factory.mktemp("tuned"), tiny_model)
+
+
+def test_the_winner_avoids_what_is_slow_wrong_or_slow_together(study):
+    winner = study.found["result"]["winner"]
+    assert planted.cost(winner) == 0
+    assert winner["silu_and_mul"] == "reference.torch"
+    (last,) = [c for c in study.found["result"]["confirmations"] if c.get("verification")]
+    assert last["gain"]["low"] > 1
+    default = {op: impls[0] for op, impls in study.found["space"].items()}
+    assert set(default) == set(OPERATORS)
+    assert set(default.values()) == {"vendor.acme.slow"}
+
+
+def test_wrong_and_deadly_choices_are_left_out_with_the_reason(study):
+    excluded = study.found["evidence"]["operators"]["silu_and_mul"]["excluded"]
+    assert "does not agree with the reference" in excluded["vendor.acme.wrong"]
+    assert "the engine ended during worker" in excluded["vendor.acme.deadly"]
+    assert study.found["evidence"]["left"] == {
+        "attention_backend": "reference.torch is the only implementation"
+    }
+
+
+def test_what_the_model_calls_is_recorded(study):
+    operators = study.found["evidence"]["operators"]
+    calls = {op: sum(number for number, _ in operators[op]["calls"].values()) for op in OPERATORS}
+    steps = calls["silu_and_mul"] / planted.CALLS["silu_and_mul"]
+    assert calls == {op: steps * number for op, number in planted.CALLS.items()}
+    assert 4 <= steps <= 12
+    assert all(0.01 < operators[op]["share"] < 1 for op in OPERATORS)
+    assert all("float32[" in call for op in OPERATORS for call in operators[op]["timings"])
+    assert "gelu_and_mul" not in operators
+
+
+def test_one_engine_served_all_trials(study):
+    measured = [trial for trial in study.found["trials"] if trial["value"] is not None]
+    assert len(measured) == 9 or len(measured) == study.found["size"]
+    assert sum(trial["restarts"] for trial in measured) == 0
+    assert len(study.found["costs"]["starts"]) == 2  # the second after the deadly choice
+    assert study.found["rate"]["live"] > study.found["rate"]["restarting"]
+
+
+def test_a_decided_study_is_not_done_again(study):
+    again = json.loads(study.run("--resume").stdout)
+    assert again["result"] == study.found["result"]
+    assert again["costs"]["starts"] == study.found["costs"]["starts"]
+    refused = command(*study.arguments)
+    assert refused.returncode == 1
+    assert "--resume continues it" in refused.stderr
+
+
+def test_the_file_is_a_configuration(study):
+    content = yaml.safe_load(study.out.read_text())
+    assert content["tuned"]["device"] == "cpu"
+    assert content["tuned"]["shape"]["architecture"] == "Qwen3ForCausalLM"
+    assert {"vllm", "torch", "vllm-fl-reference"} <= set(content["tuned"]["versions"])
+    policy = policy_from_config(study.out)
+    assert not policy.strict
+    winner = study.found["result"]["winner"]
+    for op in OPERATORS:
+        order = policy.get_per_op_order(op)
+        assert order[0] == f"impl:{winner[op]}"
+        assert "impl:vendor.acme.slow" in order
+
+
+def ran(result):
+    rows = result["operators"][0]
+    return {row["op"]: row["implementation"] for row in rows if row["op"] in OPERATORS}
+
+
+def test_it_is_found_at_start_up(study, vllm, tiny_model, prompts, expected):
+    env = {**PLANTED, "VLLM_FL_TUNED_DIR": str(study.out.parent)}
+    # Its workload is no configuration, and is in the same folder.
+    (study.out.parent / "few.yaml").unlink()
+    result = vllm(tiny_model, prompts[:2], env=env)
+    assert ran(result) == study.found["result"]["winner"]
+    assert f"Operators are chosen by {study.out} (tuned)" in result["log"]
+    assert [o["tokens"] for o in result["outputs"][0]] == expected[:2]
+    explained = command(
+        "explain", "silu_and_mul", "--model", str(tiny_model), "--dtype", "float32", **env
+    )
+    assert f"(from {study.out} (tuned))" in explained.stdout, explained.stderr
+
+
+def test_other_versions_are_refused_at_start_up(study, vllm, tiny_model, prompts, tmp_path):
+    content = yaml.safe_load(study.out.read_text())
+    content["tuned"]["versions"]["vllm-fl-reference"] = "0.0.1"
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(content))
+    env = {**PLANTED, "VLLM_FL_TUNED_DIR": str(tmp_path)}
+    result = vllm(tiny_model, prompts[:1], new_tokens=2, env=env)
+    assert set(ran(result).values()) == {"vendor.acme.slow"}
+    assert "vllm-fl-reference was 0.0.1, is " in result["log"]
+
+
+def test_the_report_stands_alone(study):
+    page = study.report.read_text()
+    assert page.count("<svg") == page.count("</svg>") > 3
+    assert not re.findall(r"""(?:src|href)\s*=|url\(|@import|<script""", page)
+    assert study.found["result"]["name"] in page
+
+
+def test_the_commands_of_the_documentation_are_understood():
+    page = (HERE.parent / "docs" / "usage" / "autotune.md").read_text()
+    blocks = re.findall(r"```bash\n(.*?)```", page, re.S)
+    lines = [line for block in blocks for line in block.splitlines()]
+    commands = [shlex.split(line)[1:] for line in lines if line.startswith("vllm-fl ")]
+    assert [c[0] for c in commands] == ["autotune", "autotune", "explain"]
+    for arguments in commands:
+        _parser().parse_args(arguments)
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_the_report_in_a_browser(study, tmp_path):
+    picture = tmp_path / "report.png"
+    done = subprocess.run(
+        [
+            CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
+            f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={picture}",
+            "--window-size=1000,2000", study.report.as_uri(),
+        ],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert "CONSOLE" not in done.stderr, done.stderr  # where a page's errors appear
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    # A blank page of this size takes a few kilobytes.
+    assert picture.stat().st_size > 50_000

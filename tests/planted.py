@@ -1,4 +1,4 @@
-"""A plug-in with planted choices for the tuner; times are slept, so that they are the same anywhere.
+"""A plug-in with planted choices for the tuner; times are slept, so they are the same anywhere.
 
 A slow default of silu_and_mul with alternatives that are wrong or end the process; a slow default
 of rms_norm; and a rotary embedding that is fast alone and slow after the fast rms_norm.

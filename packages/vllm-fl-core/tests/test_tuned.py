@@ -86,7 +86,8 @@ def test_it_lies_between_the_platform_and_the_environment(folder, tmp_path, monk
     path = folder(
         "right", {}, prefer="reference", strict=False, op_backends={"rms_norm": ["vendor"]}
     )
-    loaded = config.load("acme_fl:acme.yaml", {"VLLM_FL_STRICT": "1"}, path)
+    environ = {"VLLM_FL_STRICT": "1", "VLLM_FL_TUNED_FILE": str(path)}
+    loaded = config.load("acme_fl:acme.yaml", environ)
     assert (loaded["prefer"], loaded["strict"]) == ("reference", True)
     assert loaded["deny_vendors"] == ("a",)
     assert loaded.values["op_backends"].source == f"{path} (tuned)"
@@ -136,3 +137,42 @@ def test_versions_hold_what_decides_about_speed():
     found = tuned.installed_versions()
     assert found["vllm-fl-core"]
     assert all(isinstance(number, str) for number in found.values())
+
+
+def test_a_written_file_gives_the_same_settings_over_other_defaults(folder, tmp_path, monkeypatch):
+    """Tuned under a file that dispatches every layer, used over defaults that dispatch none."""
+    pytest.importorskip("optuna")
+    from vllm_fl.autotune.result import file_content, write
+
+    package = tmp_path / "acme_fl"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "acme.yaml").write_text("oot_whitelist: []\nflagos_blacklist: [moe_sum]")
+    monkeypatch.syspath_prepend(tmp_path)
+    base = folder("base", prefer="vendor", op_backends={"rms_norm": ["flagos"]})
+    settings = config.load(environ={"VLLM_FL_CONFIG": str(base)})
+    content = file_content(settings, {"moe_sum": ["impl:vendor.b"]}, BLOCK)
+    path = tmp_path / "out" / "tuned.yaml"
+    write(path, content)
+    for environ in ({"VLLM_FL_CONFIG": str(path)}, {"VLLM_FL_TUNED_FILE": str(path)}):
+        loaded = config.load("acme_fl:acme.yaml", environ)
+        assert loaded.policy().per_op_order_dict == {
+            "rms_norm": ("flagos",),
+            "moe_sum": ("impl:vendor.b",),
+        }
+        assert loaded["prefer"] == "vendor"
+        assert loaded.oot_decision("rms_norm")
+        assert loaded.policy().flagos_decision("moe_sum")
+
+
+@pytest.mark.parametrize(
+    ("key", "name"), [("oot_whitelist", "OOT"), ("flagos_whitelist", "FLAGOS")]
+)
+def test_a_whitelist_is_written_without_its_blacklist(folder, tmp_path, key, name):
+    pytest.importorskip("optuna")
+    from vllm_fl.autotune.result import file_content, write
+
+    settings = config.load(environ={f"VLLM_FL_{name}_WHITELIST": "rms_norm"})
+    write(tmp_path / "tuned.yaml", file_content(settings, {}, BLOCK))
+    loaded = config.load(environ={"VLLM_FL_CONFIG": str(tmp_path / "tuned.yaml")})
+    assert loaded[key] == ("rms_norm",)

@@ -25,11 +25,19 @@ def file_content(
     content: dict[str, Any] = {tuned.KEY: dict(block)}
     for setting in config.SETTINGS:
         value = settings[setting.key]
-        if setting.parse is not None and value != setting.variable.default:
+        # A white- and a blacklist do not go together; an empty blacklist cancels a whitelist
+        # of the platform's defaults.
+        superseded = setting.cancels and settings[setting.cancels] != _default(setting.cancels)
+        cancelling = setting.extends and not superseded
+        if setting.parse is not None and (cancelling or value != setting.variable.default):
             content[setting.key] = list(value) if isinstance(value, tuple) else value
     changed = {**settings["op_backends"], **orders}
     content["op_backends"] = {op: list(order) for op, order in changed.items()}
     return content
+
+
+def _default(key: str) -> Any:
+    return next(s.variable.default for s in config.SETTINGS if s.key == key)
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:

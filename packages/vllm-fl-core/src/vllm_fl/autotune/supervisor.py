@@ -36,7 +36,7 @@ class EngineProcess:
                 [sys.executable, "-P" if sys.version_info >= (3, 11) else "-s",
                  "-m", "vllm_fl.autotune.engine", str(write)],
                 # What is tuned is what runs without a tuned configuration.
-                env=env.environ_without(env.TUNED_DIR),
+                env=env.environ_without(env.TUNED_DIR, env.TUNED_FILE),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -29,7 +29,7 @@ from vllm_fl.autotune.space import Space, orders
 from vllm_fl.autotune.studies import claim, open_study, study_name
 from vllm_fl.autotune.supervisor import TrialFailed
 from vllm_fl.dispatch.errors import ConfigError
-from vllm_fl.dispatch.state import current_config
+from vllm_fl.dispatch.state import current_config, use_tuned_file
 
 CONFIRMED = 3
 """So many of the best configurations are confirmed, until one wins."""
@@ -109,6 +109,7 @@ class Tuner:
     def __post_init__(self) -> None:
         self.workload = workloads.load(self.options.workload)
         self.objective = Objective.parse(self.options.objective)
+        use_tuned_file(None)  # what is tuned is what runs without a tuned configuration
         self.settings = current_config()
         results.check_switches(self.settings)
         self._began = time.monotonic()
@@ -173,7 +174,8 @@ class Tuner:
         evidence = self._evidence(study)
         space = evidence.space()
         if not space.choices:
-            nothing = {"winner": None, "reason": "there is nothing to choose", "trials": 0}
+            reason = f"there is nothing to choose{self._kept_layers()}"
+            nothing = {"winner": None, "reason": reason, "trials": 0}
             study.set_user_attr("result", nothing)
             return
         self._search(study, evidence)
@@ -185,6 +187,18 @@ class Tuner:
                     return
             self.tell("another process confirms the best")
             time.sleep(2)
+
+    def _kept_layers(self) -> str:
+        from vllm_fl.integration.custom_ops import LAYERS
+
+        kept = {op: self.settings.oot_decision(op) for op in LAYERS}
+        reasons = dict.fromkeys(decision.reason for decision in kept.values() if not decision)
+        if not reasons:
+            return ""
+        return (
+            f"; vLLM keeps its own layers ({'; '.join(reasons)}): tune with VLLM_FL_CONFIG or "
+            "VLLM_FL_OOT_WHITELIST so that they are dispatched"
+        )
 
     def _is_decided(self, study: optuna.Study, trials: int = 0) -> bool:
         """Whether there is a result of all trials, and of at least ``trials`` if there may be."""

@@ -273,17 +273,12 @@ def read_resource(reference: str) -> tuple[str, str]:
     raise ConfigError(f"The defaults file {reference!r} does not exist; reinstall its wheel.")
 
 
-def load(
-    defaults: str | None = None,
-    environ: Mapping[str, str] | None = None,
-    tuned_file: Path | None = None,
-) -> Config:
+def load(defaults: str | None = None, environ: Mapping[str, str] | None = None) -> Config:
     """Return the effective configuration.
 
     Args:
         defaults: the platform's defaults file, ``"package:file.yaml"``.
         environ: the environment; None for the process's.
-        tuned_file: the tuned configuration that was found for the model.
 
     Raises:
         ConfigError: a source holds something that is not allowed.
@@ -301,11 +296,12 @@ def load(
         _lay(values, parse_file(_read(path), source))
         _lay(values, switches)
         overridden = [_BY_KEY[key].variable.name for key in variables if key in _IN_FILES]
-        overridden += [env.TUNED_DIR.name] if env.TUNED_DIR.is_set(environ) else []
+        overridden += [v.name for v in (env.TUNED_DIR, env.TUNED_FILE) if v.is_set(environ)]
         return Config(values, tuple(sorted(overridden)))
     if defaults is not None:
         text, where = read_resource(defaults)
         _lay(values, parse_file(text, f"{where} (platform defaults)"))
+    tuned_file = env.TUNED_FILE.read(environ)
     if tuned_file is not None:
         _lay(values, parse_file(_read(tuned_file), f"{tuned_file} (tuned)"))
     _lay(values, variables)

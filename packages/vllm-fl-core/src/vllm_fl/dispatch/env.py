@@ -146,6 +146,13 @@ class EnvVar:
         except ValueError as error:
             raise ConfigError(f"{self.name}={text!r}: {error}") from error
 
+    def write(self, value: object) -> None:
+        """Set the variable for this process and those that it starts; None unsets it."""
+        if value is None:
+            os.environ.pop(self.name, None)
+        else:
+            os.environ[self.name] = str(value)
+
     def is_set(self, environ: Mapping[str, str] | None = None) -> bool:
         """Whether the variable is set to something other than blanks."""
         return bool((os.environ if environ is None else environ).get(self.name, "").strip())
@@ -159,6 +166,11 @@ TUNED_DIR = EnvVar(
     "VLLM_FL_TUNED_DIR", parse_folder, None, "path",
     "A folder of tuned configurations (`vllm-fl autotune`): that for the device and the model's "
     "shape is laid over the platform's defaults, if the versions are those it was measured with.",
+)  # fmt: skip
+TUNED_FILE = EnvVar(
+    "VLLM_FL_TUNED_FILE", parse_file, None, "path",
+    "The tuned configuration in use, laid over the platform's defaults. vllm-fl sets it, for its "
+    "workers, too, to what it finds in VLLM_FL_TUNED_DIR.",
 )  # fmt: skip
 PREFER = EnvVar(
     "VLLM_FL_PREFER", parse_choice("flagos", "vendor", "reference"), "flagos",

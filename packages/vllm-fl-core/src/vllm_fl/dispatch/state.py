@@ -28,7 +28,6 @@ SCOPED: ContextVar[SelectionPolicy | None] = ContextVar("vllm_fl_policy", defaul
 
 _lock = threading.Lock()
 _policy: SelectionPolicy | None = None
-_tuned_file: Path | None = None
 _epoch = 0
 _listeners: weakref.WeakSet[PolicyListener] = weakref.WeakSet()
 
@@ -73,20 +72,16 @@ def current_config() -> config.Config:
     for variable in env.VARIABLES:
         variable.read()
     device = current_device().device
-    defaults = device.defaults if device is not None else None
-    return config.load(defaults, tuned_file=_tuned_file)
-
-
-def get_tuned_file() -> Path | None:
-    """Return the tuned configuration in use."""
-    return _tuned_file
+    return config.load(device.defaults if device is not None else None)
 
 
 def use_tuned_file(path: Path | None) -> None:
-    """Take a tuned configuration into the configuration, or out of it, and read that again."""
-    global _tuned_file
-    if path != _tuned_file:
-        _tuned_file = path
+    """Take a tuned configuration into the configuration, or out of it, and read that again.
+
+    It goes into the environment, so that the processes that vLLM starts use it from their start.
+    """
+    if path != env.TUNED_FILE.read():
+        env.TUNED_FILE.write(path)
         reset_global_policy()
 
 

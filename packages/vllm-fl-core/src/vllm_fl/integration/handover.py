@@ -9,7 +9,6 @@ parent, process-wide or by a context around ``LLM(...)``, is taken over.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.dispatch import env, state
@@ -37,7 +36,6 @@ def publish(vllm_config: VllmConfig) -> None:
         additional[KEY] = {
             "environment": _environment(),
             "policy": state.get_policy().to_dict(),
-            "tuned": str(state.get_tuned_file() or ""),
             "operators": operator_versions(),
         }
     elif not (isinstance(additional[KEY], dict) and "policy" in additional[KEY]):
@@ -70,7 +68,6 @@ def adopt(vllm_config: VllmConfig) -> None:
     published = vllm_config.additional_config.get(KEY)
     if published is None or str(published) == _adopted:
         return
-    state.use_tuned_file(Path(published["tuned"]) if published["tuned"] else None)
     here, there = _environment(), published["environment"]
     lost = [f"{key} is {here[key]}, was {there[key]}" for key in here if here[key] != there[key]]
     if lost:

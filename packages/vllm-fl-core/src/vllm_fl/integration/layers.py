@@ -203,13 +203,12 @@ def layer_classes() -> dict[str, dict[str, type[CustomOp]]]:
 
 
 def install(operators: Iterable[str]) -> None:
-    """Register the layers of these operators with vLLM, once a process."""
-    if any(layer.__module__.startswith("vllm_fl.") for layer in op_registry_oot.values()):
-        return
+    """Register the layers of these operators with vLLM, each once a process."""
     classes = layer_classes()
     for op_name in operators:
         for name, layer in classes[op_name].items():
-            if op_registry_oot.get(name) is layer:  # one layer may call several operators
+            known = op_registry_oot.get(name)  # one layer may call several operators
+            if known is not None and known.__module__.startswith("vllm_fl."):
                 continue
             CustomOp.register_oot(layer, name=name)
             if op_name in CUSTOM_OPS:  # vLLM has put the class's name, custom_ops say this one

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_fl.dispatch import config, env, state, tuned
 from vllm_fl.dispatch.logging import get_logger
+from vllm_fl.integration import plugin
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from vllm.config import VllmConfig
 
 logger = get_logger("vllm_fl.integration")
@@ -20,6 +23,9 @@ SHAPE = (
     "linear_value_head_dim",
 )  # fmt: skip
 """What of a model's configuration decides about its operators' shapes: not the number of layers."""
+
+
+_found: Path | None = None
 
 
 def facts(vllm_config: VllmConfig) -> dict[str, Any]:
@@ -55,14 +61,15 @@ def _facts(vllm_config: VllmConfig) -> tuned.Facts:
 def look_up(vllm_config: VllmConfig) -> None:
     """Use the tuned configuration that VLLM_FL_TUNED_DIR has for this model, if there is one.
 
-    A policy that was set from Python stays in force. A tuned configuration that VLLM_FL_CONFIG
-    names is used in any case; what it was not measured on is said.
+    A policy that was set from Python stays in force. A tuned configuration that VLLM_FL_CONFIG or
+    VLLM_FL_TUNED_FILE names is used in any case; what it was not measured on is said.
     """
+    global _found
     if vllm_config.model_config is None:
         return
-    named = env.CONFIG.read()
+    named = env.CONFIG.read() or env.TUNED_FILE.read()
     folder = env.TUNED_DIR.read()
-    if named is not None:
+    if named is not None and named != _found:
         block = config.read_block(named)
         if block is not None:
             _warn(named, block, _facts(vllm_config))
@@ -72,14 +79,15 @@ def look_up(vllm_config: VllmConfig) -> None:
     if state.get_policy() != state.current_config().policy():
         logger.info("%s is not searched: a policy was set from Python.", env.TUNED_DIR.name)
         return
-    found, refused = tuned.choose(config.read_blocks(folder), _facts(vllm_config))
+    _found, refused = tuned.choose(config.read_blocks(folder), _facts(vllm_config))
     for reason in refused:
         logger.warning("%s.", reason)
-    if found is None:
+    if _found is None:
         logger.info("%s has no configuration for this model and device.", folder)
     else:
-        logger.info("Operators are chosen by %s (tuned).", found)
-    state.use_tuned_file(found)
+        logger.info("Operators are chosen by %s (tuned).", _found)
+    state.use_tuned_file(_found)
+    plugin.install_layers()  # where the model is built in this process; others read the file first
 
 
 def _warn(named: object, block: dict[str, Any], here: tuned.Facts) -> None:

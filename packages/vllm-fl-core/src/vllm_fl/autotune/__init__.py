@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.dispatch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm_fl.autotune.tuner import Options, Progress, Tuner
+    from vllm_fl.autotune.options import Options, Progress
+    from vllm_fl.autotune.tuner import Tuner
 
 __all__ = ["Options", "Progress", "Tuner", "tune"]
 

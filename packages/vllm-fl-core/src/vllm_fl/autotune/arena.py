@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from vllm_fl.autotune.agreement import Continuation, agree
 from vllm_fl.autotune.space import Configuration, needs_restart
 from vllm_fl.autotune.supervisor import EngineProcess, TrialFailed
+from vllm_fl.dispatch.env import EnvVar
 
 CHECK_LENGTHS = (5, 17, 48, 96)
 CHECK_NEW_TOKENS = 12
@@ -59,6 +60,7 @@ class EngineArena:
         folder: for logs.
         limits: time limits.
         rebind: whether an engine may be re-bound; False starts one for each configuration.
+        unset: environment variables that its engines shall not see.
         tell: called with what happens, for people.
 
     Attributes:
@@ -76,6 +78,7 @@ class EngineArena:
         folder: Path,
         limits: Limits,
         rebind: bool = True,
+        unset: Sequence[EnvVar] = (),
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.arguments = arguments
@@ -88,6 +91,7 @@ class EngineArena:
         self.requests: list[dict[str, Any]] = []
         self.costs = Costs()
         self._folder = folder
+        self._unset = unset
         self._tell = tell
         self._engine: EngineProcess | None = None
         self._built: Configuration = {}
@@ -113,12 +117,15 @@ class EngineArena:
             assert self.policy_of is not None
             policy = self.policy_of(configuration)
         log = self._folder / f"engine-{time.time_ns()}.log"
-        self._engine = EngineProcess(log)
+        self._engine = EngineProcess(log, self._unset)
         self.facts = self.ask("start", self.limits.start, arguments=self.arguments, policy=policy)
         self.costs.starts.append(time.monotonic() - began)
-        self._built = configuration or {}
-        self._bound = configuration
+        self._built = self._bound = configuration or {}
         return self.facts
+
+    def built_with(self, configuration: Configuration) -> None:
+        """Take note of what the settings' own policy, under which the engine started, chooses."""
+        self._built = configuration
 
     def ask(self, do: str, limit: float | None = None, **arguments: Any) -> Any:
         """Send the engine a command; if it fails, the engine is ended.

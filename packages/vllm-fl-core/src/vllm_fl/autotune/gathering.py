@@ -63,6 +63,7 @@ def gather(
         if op not in NEEDS_RESTART
     }
     default = evidence.wide_space().default
+    arena.built_with(default)
     try:
         arena.set_reference({**default, **reference})
     except TrialFailed as failure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.resources import files
+from statistics import median
 from typing import Any
 
 import jinja2
@@ -34,8 +35,14 @@ def verdict(found: dict[str, Any]) -> str:
         return "Not decided yet: continue with --resume."
     if result["winner"] is None:
         return f"The default stays: {result['reason']}."
-    gain = result["confirmations"][-1]["gain"]
-    return f"{result['name']} is {interval(gain)} times as good as the default."
+    last = result["confirmations"][-1]
+    sentence = f"{result['name']} is {interval(last['gain'])} times as good as the default."
+    over = last["verification"].get("over_platform")
+    if over is not None:
+        sentence += f" It is {median(over):.4g} times as good as the platform's own defaults."
+    if over is not None and median(over) < 1:
+        sentence += " Do not use it instead of those."
+    return sentence
 
 
 def interval(estimate: dict[str, Any]) -> str:

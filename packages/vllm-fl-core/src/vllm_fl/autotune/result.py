@@ -64,7 +64,7 @@ def check_switches(settings: config.Config) -> None:
         ConfigError: the master switch, or that of the layers, is off.
     """
     for key in ("prefer_enabled", "use_flaggems", "oot_enabled"):
-        if not settings[key]:
+        if settings[key] is False:
             raise ConfigError(
                 f"{settings.values[key].source} is off, which a configuration file cannot say; "
                 "unset it to tune, or use flagos_whitelist and oot_whitelist."

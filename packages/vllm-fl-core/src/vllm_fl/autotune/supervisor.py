@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +27,18 @@ class EngineProcess:
 
     Args:
         log: a file for what it prints.
+        unset: variables that it shall not see, besides those of tuned configurations: what is
+            tuned is what runs without one.
     """
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, unset: Iterable[env.EnvVar] = ()) -> None:
         read, write = os.pipe()
         self._log = log
         with log.open("w") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-P" if sys.version_info >= (3, 11) else "-s",
                  "-m", "vllm_fl.autotune.engine", str(write)],
-                # What is tuned is what runs without a tuned configuration.
-                env=env.environ_without(env.TUNED_DIR, env.TUNED_FILE),
+                env=env.environ_without(env.TUNED_DIR, env.TUNED_FILE, *unset),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,

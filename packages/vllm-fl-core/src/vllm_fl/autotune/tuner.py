@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import shutil
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,18 @@ from vllm_fl.autotune.evidence import Evidence
 from vllm_fl.autotune.gathering import gather, policies
 from vllm_fl.autotune.measuring import Confirmation, confirm, finite, run_trial
 from vllm_fl.autotune.objective import Objective
+from vllm_fl.autotune.options import Options, Progress
 from vllm_fl.autotune.search import Search, best, make_sampler, make_storage, ranked, tried
 from vllm_fl.autotune.space import Space, orders
 from vllm_fl.autotune.studies import claim, open_study, study_name
+from vllm_fl.autotune.summary import summary
 from vllm_fl.autotune.supervisor import TrialFailed
+from vllm_fl.autotune.verification import (
+    SETTING_VARIABLES,
+    Verification,
+    is_platform_s_own,
+    verify,
+)
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.state import current_config, use_tuned_file
 
@@ -35,61 +42,6 @@ CONFIRMED = 3
 """So many of the best configurations are confirmed, until one wins."""
 SEARCH_SHARE = 0.7
 """The part of the time budget that evidence and search may take."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """What to tune, and how long.
-
-    Attributes:
-        model: the model, as for vLLM.
-        workload: a preset's name or a file; see ``workload``.
-        objective: see ``objective``.
-        trials: end-to-end trials at most, those of all processes and resumptions together.
-        seconds: the time budget of this process; None for none.
-        storage: URL of the study's storage.
-        resume: continue the study that the storage holds, or join those who run it.
-        engine: more arguments of vLLM's ``LLM``.
-        least_share: operators with a smaller share of the time are left at their default.
-        tolerance: allowed mean difference of log-probabilities in nats; None for the dtype's.
-        trial_seconds: after so long without an answer an engine is taken for hung.
-        verify_starts: starts of compiled engines, of each kind, that verify the winner where
-            serving compiles the model.
-        seed: of the sampler.
-    """
-
-    model: str
-    workload: str = "chat"
-    objective: str = "throughput"
-    trials: int = 40
-    seconds: float | None = None
-    storage: str = "sqlite:///vllm-fl-autotune.db"
-    resume: bool = False
-    engine: Mapping[str, Any] = field(default_factory=dict)
-    least_share: float = 0.005
-    tolerance: float | None = None
-    trial_seconds: float = 600.0
-    verify_starts: int = 2
-    seed: int | None = None
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far tuning is.
-
-    Attributes:
-        done: trials that are over.
-        trials: trials at most.
-        best: how many times as good as the default the best one so far is; None before it.
-        name: the best configuration's changes.
-        seconds_left: of the time budget; None without one.
-    """
-
-    done: int
-    trials: int
-    best: float | None
-    name: str
-    seconds_left: float | None
 
 
 @dataclass
@@ -153,7 +105,7 @@ class Tuner:
             self.arena.stop()
             self._note_costs(study, self.arena.costs)
         shutil.rmtree(self._folder)  # the logs are for when it raises
-        return self.summary(study, interrupted)
+        return summary(study, self.options.storage, interrupted)
 
     def _open(self) -> optuna.Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -323,8 +275,8 @@ class Tuner:
             entry = {"name": name, **outcome.to_dict()}
             confirmations.append(entry)
             if outcome.decision:
-                entry["verification"] = self._verify(study, space, trial.params)
-                if entry["verification"].get("accepted", True):
+                entry["verification"] = self._verify(study, trial.params, space.default)
+                if entry["verification"]["accepted"]:
                     return self._winner(study, space, trial.params, outcome, confirmations)
         reason = "no configuration beat it by more than the noise"
         if not promising:
@@ -359,48 +311,38 @@ class Tuner:
         }
 
     def _verify(
-        self, study: optuna.Study, space: Space, configuration: Mapping[str, str]
+        self, study: optuna.Study, configuration: Mapping[str, str], default: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Compare the winner with the default in engines that run as they will serve.
-
-        Returns:
-            "text"; where serving compiles the model, "accepted" and "ratios", one a pair of starts.
-        """
         facts = study.user_attrs["facts"]
-        mode = facts["compilation_mode"]
-        graphs = facts["graphs"] and not self.arguments.get("enforce_eager")
-        live = "live re-binding, CUDA graphs, not compiled" if graphs else "live re-binding, eager"
+
+        def engine(of_platform: bool) -> EngineArena:
+            made = EngineArena(
+                self.arguments,
+                self.arena.policy_of,
+                self._folder,
+                self.arena.limits,
+                rebind=False,
+                unset=SETTING_VARIABLES if of_platform else (),
+                tell=self.tell,
+            )
+            made.requests = self.arena.requests
+            return made
+
+        trials_like_serving = not facts["graphs"] or self._runs_like_trials()
+        settings_of_platform = is_platform_s_own(self.settings)
+        starts = self.options.verify_starts
+        if starts and not (trials_like_serving and settings_of_platform):
+            self.arena.stop()  # the memory is needed
+        return verify(
+            Verification(engine, self.objective, starts, lambda c: self._note_costs(study, c)),
+            configuration,
+            None if trials_like_serving else default,
+            not settings_of_platform,
+        )
+
+    def _runs_like_trials(self) -> bool:
         given = self.arguments.get("compilation_config") or {}
-        if not graphs or given.get("mode") == 0 or not self.options.verify_starts:
-            return {"text": f"{live} (mode {mode})"}
-        self.arena.stop()
-        arena = EngineArena(
-            self.arguments, self.arena.policy_of, self._folder, self.arena.limits, rebind=False,
-            tell=self.tell,
-        )  # fmt: skip
-        arena.requests = self.arena.requests
-        ratios = []
-        try:
-            for number in range(self.options.verify_starts):
-                measured = {}
-                pair = (("default", space.default), ("winner", configuration))
-                for name, chosen in pair if number % 2 == 0 else reversed(pair):
-                    arena.measure(chosen)
-                    runs = [arena.measure(chosen) for _ in range(3)]
-                    measured[name] = {k: statistics.median(r[k] for r in runs) for k in runs[0]}
-                ratios.append(self.objective.ratio(measured["winner"], measured["default"]))
-        except TrialFailed as failure:
-            return {"accepted": False, "text": f"it fails as it would serve: {failure}"}
-        finally:
-            arena.stop()
-            self._note_costs(study, arena.costs)
-        by_start = ", ".join(f"{ratio:.4f}" for ratio in ratios)
-        text = f"{live}; verified in {arena.facts['compilation_mode']}, ratios {by_start}"
-        return {
-            "accepted": all(ratio > 1 for ratio in ratios),
-            "ratios": ratios,
-            "text": text,
-        }
+        return bool(self.arguments.get("enforce_eager")) or given.get("mode") == 0
 
     def _note_costs(self, study: optuna.Study, costs: Costs) -> None:
         before = study.user_attrs.get("costs", {})
@@ -409,49 +351,3 @@ class Tuner:
             for key, values in dataclasses.asdict(costs).items()
         }
         study.set_user_attr("costs", merged)
-
-    # -- what is known
-
-    def summary(self, study: optuna.Study, interrupted: bool = False) -> dict[str, Any]:
-        """Return everything that is known about the study, JSON-ready, for reports."""
-        attributes = study.user_attrs
-        evidence = Evidence.from_dict(attributes.get("evidence", {"operators": {}, "left": {}}))
-        space = evidence.space()
-        trials = []
-        for trial in study.get_trials(deepcopy=False):
-            if trial.params and (trial.value is not None or "failure" in trial.user_attrs):
-                known = all(trial.params.get(op) in impls for op, impls in space.choices.items())
-                trials.append(
-                    {
-                        "number": trial.number,
-                        "name": space.name(trial.params) if known else str(trial.params),
-                        "value": trial.value,
-                        **trial.user_attrs,
-                    }
-                )
-        return {
-            "study": study.study_name,
-            "storage": self.options.storage,
-            "interrupted": interrupted,
-            "space": dict(space.choices),
-            "size": space.size if space.choices else 0,
-            "evidence": evidence.to_dict(),
-            "trials": trials,
-            **{
-                key: attributes.get(key)
-                for key in ("facts", "workload", "objective", "reference", "costs", "result")
-            },
-            "rate": rate(attributes.get("costs") or {}, trials),
-        }
-
-
-def rate(costs: Mapping[str, Any], trials: list[dict[str, Any]]) -> dict[str, float] | None:
-    """Return trials per minute as they were, and as they would be with a start for each bind."""
-    seconds = [trial["seconds"] for trial in trials if "seconds" in trial]
-    starts, rebinds = costs.get("starts") or [], costs.get("rebinds") or []
-    if not seconds or not starts or not rebinds:
-        return None
-    live = statistics.median(seconds)
-    # A trial that restarts needs two engines, the default's and the candidate's, started once each.
-    restarting = live + 2 * statistics.median(starts)
-    return {"live": 60 / live, "restarting": 60 / restarting}

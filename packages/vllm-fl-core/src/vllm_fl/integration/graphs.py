@@ -55,7 +55,7 @@ class GraphCache:
     Args:
         runner: vLLM's model runner, after it has captured its graphs.
         key: of the policy in force.
-        keep: for how many policies graphs are kept.
+        keep: for how many policies besides the one in force graphs are kept.
     """
 
     def __init__(self, runner: Any, key: str, keep: int = 2) -> None:
@@ -81,7 +81,7 @@ class GraphCache:
             for store, graphs in zip(current, kept, strict=True):
                 store.update(graphs)
             return False
-        while len(self._kept) >= self._keep:
+        while len(self._kept) > self._keep:
             self._kept.popitem(last=False)
         self._runner.capture_model()
         return True

@@ -15,7 +15,7 @@ from vllm_fl.autotune.evidence import (
     Evidence,
     OperatorEvidence,
     exclude_dominated,
-    leave_negligible,
+    leave_at_default,
     relative_time,
 )
 from vllm_fl.autotune.objective import Objective
@@ -102,10 +102,11 @@ def evidence():
 
 def test_evidence_leaves_out_what_cannot_matter():
     found = evidence()
-    leave_negligible(found, 0.005)
+    leave_at_default(found, 0.005, ["attention_backend"])
     assert found.left == {
         "moe_sum": "it takes 0.1 % of the time, less than 0.5 %",
         "silu_and_mul": "a is the only implementation",
+        "attention_backend": "it was asked to be left",
     }
     for entry in found.operators.values():
         exclude_dominated(entry)
@@ -116,7 +117,7 @@ def test_evidence_leaves_out_what_cannot_matter():
     assert found.operators["rms_norm"].excluded == {
         "c": "alone it takes 2 times as long as a or more"
     }
-    assert found.space() == Space({"rms_norm": ("a", "b"), "attention_backend": ("a", "b")})
+    assert found.space() == Space({"rms_norm": ("a", "b")})
     assert found.wide_space().choices["rms_norm"] == ("a", "b", "c")
     assert Evidence.from_dict(found.to_dict()) == found
 

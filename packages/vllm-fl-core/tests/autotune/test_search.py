@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 
+import optuna
 import pytest
 from modelled import PLANTED, THROUGHPUT, TOGETHER, ModelledArena, search
 
 from vllm_fl.autotune.measuring import confirm
-from vllm_fl.autotune.search import ranked, tried
+from vllm_fl.autotune.search import Outcome, make_sampler, ranked, tried
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -105,3 +106,23 @@ def test_every_configuration_of_a_large_space_can_be_reached():
 
 def names():
     return (f"op{i}" for i in itertools.count())
+
+
+def test_an_interrupted_trial_is_the_first_to_be_continued():
+    arena = ModelledArena(PLANTED, TOGETHER)
+    measured = []
+
+    def interrupted(configuration):
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        measured.append(configuration)
+        return Outcome(1 / arena.seconds(configuration))
+
+    study = optuna.create_study(direction="maximize", sampler=make_sampler(0))
+    with pytest.raises(KeyboardInterrupt):
+        search(arena, 12, study, evaluate=interrupted)
+    assert len(tried(study)) == 3
+    search(arena, 12, study)
+    assert len(tried(study)) == 12
+    over = [tuple(sorted(trial.params.items())) for trial in tried(study)]
+    assert len(set(over)) == 12

@@ -6,7 +6,7 @@ choices and says in which order to try the rest; what is chosen is decided by en
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -120,10 +120,12 @@ def relative_time(entry: OperatorEvidence, impl: str) -> float:
     return ours / defaults if defaults else 1.0
 
 
-def leave_negligible(evidence: Evidence, least_share: float) -> None:
-    """Leave operators at their default that have one choice, or too small a share of the time."""
+def leave_at_default(evidence: Evidence, least_share: float, keep: Collection[str] = ()) -> None:
+    """Leave operators at their default that shall be, have one choice, or take too little time."""
     for op, entry in evidence.operators.items():
-        if len(entry.available) < 2:
+        if op in keep:
+            evidence.left[op] = "it was asked to be left"
+        elif len(entry.available) < 2:
             evidence.left[op] = f"{entry.default} is the only implementation"
         elif op not in NEEDS_RESTART and entry.share < least_share:
             evidence.left[op] = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from vllm_fl.autotune.arena import EngineArena
@@ -10,7 +10,7 @@ from vllm_fl.autotune.evidence import (
     Evidence,
     OperatorEvidence,
     exclude_dominated,
-    leave_negligible,
+    leave_at_default,
 )
 from vllm_fl.autotune.space import NEEDS_RESTART, Configuration, orders, policy
 from vllm_fl.autotune.supervisor import TrialFailed
@@ -23,7 +23,7 @@ SECONDS = 1.0
 
 
 def gather(
-    arena: EngineArena, least_share: float, tell: Callable[[str], None]
+    arena: EngineArena, least_share: float, keep: Collection[str], tell: Callable[[str], None]
 ) -> tuple[Evidence, dict[str, str]]:
     """Find what the model calls, time it, and check each choice alone.
 
@@ -32,6 +32,7 @@ def gather(
     Args:
         arena: its engine runs eagerly.
         least_share: operators with a smaller share of the time are left at their default.
+        keep: operators that are left at their default.
         tell: called with what happens, for people.
 
     Returns:
@@ -55,7 +56,7 @@ def gather(
                 calls=calls.get(op, {}),
             )
     evidence = Evidence(operators)
-    leave_negligible(evidence, least_share)
+    leave_at_default(evidence, least_share, keep)
     arena.policy_of = policies(evidence, arena.facts["policy"])
     reference = {
         op: next((i for i in candidates[op]["references"] if i in impls), impls[0])

@@ -20,6 +20,7 @@ class Options:
         storage: URL of the study's storage.
         resume: continue the study that the storage holds, or join those who run it.
         engine: more arguments of vLLM's ``LLM``.
+        keep: operators that are left at their default.
         least_share: operators with a smaller share of the time are left at their default.
         tolerance: allowed mean difference of log-probabilities in nats; None for the dtype's.
         trial_seconds: after so long without an answer an engine is taken for hung.
@@ -36,6 +37,7 @@ class Options:
     storage: str = "sqlite:///vllm-fl-autotune.db"
     resume: bool = False
     engine: Mapping[str, Any] = field(default_factory=dict)
+    keep: tuple[str, ...] = ()
     least_share: float = 0.005
     tolerance: float | None = None
     trial_seconds: float = 600.0

@@ -36,6 +36,7 @@ from vllm_fl.autotune.verification import (
     verify,
 )
 from vllm_fl.dispatch.errors import ConfigError
+from vllm_fl.dispatch.ops import get_spec
 from vllm_fl.dispatch.state import current_config, use_tuned_file
 
 CONFIRMED = 3
@@ -63,6 +64,8 @@ class Tuner:
         self.objective = Objective.parse(self.options.objective)
         use_tuned_file(None)  # what is tuned is what runs without a tuned configuration
         self.settings = current_config()
+        for op_name in self.options.keep:
+            get_spec(op_name)
         results.check_switches(self.settings)
         self._began = time.monotonic()
         self._folder = Path(tempfile.mkdtemp(prefix="vllm-fl-autotune-"))
@@ -114,6 +117,7 @@ class Tuner:
             "workload": self.workload.to_dict(),
             "objective": str(self.objective),
             "engine": dict(self.arguments),
+            "keep": sorted(self.options.keep),
             "settings": {key: repr(value.value) for key, value in self.settings.values.items()},
         }
         self._storage = make_storage(self.options.storage)
@@ -183,7 +187,8 @@ class Tuner:
         facts = self.arena.start()
         self._prepare(facts)
         self.tell("recording the operators that the workload calls")
-        evidence, reference = gather(self.arena, self.options.least_share, self.tell)
+        options = self.options
+        evidence, reference = gather(self.arena, options.least_share, options.keep, self.tell)
         if facts["graphs"]:
             self.arena.stop()  # trials have an engine with graphs
         study.set_user_attr("facts", facts)

@@ -78,7 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--tolerance", type=float, metavar="NATS", help="allowed mean difference from the reference"
     )
+    add("--keep", action="append", default=[], metavar="OP", help="leave it at its default")
     add("--trial-limit", type=parse_seconds, default=600.0, metavar="T", help="default: 600s")
+    add("--verify-starts", type=int, default=2, metavar="N", help="default: 2; 0 for none")
     add("--seed", type=int, metavar="N", help="of the sampler")
 
 
@@ -113,8 +115,10 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
         storage=arguments.storage,
         resume=arguments.resume,
         engine=arguments.engine,
+        keep=tuple(arguments.keep),
         tolerance=arguments.tolerance,
         trial_seconds=arguments.trial_limit,
+        verify_starts=arguments.verify_starts,
         seed=arguments.seed,
     )
     with tqdm(total=arguments.trials, unit="trial", file=sys.stderr, dynamic_ncols=True) as bar:

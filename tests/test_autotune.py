@@ -132,35 +132,39 @@ def ran(result):
     return {row["op"]: row["implementation"] for row in rows if row["op"] in OPERATORS}
 
 
-@pytest.fixture
-def folder(study, tmp_path):
-    """A folder with the tuned configuration, perhaps changed."""
-
-    def write(**versions):
-        content = yaml.safe_load(study.out.read_text())
-        content["tuned"]["versions"] |= versions
-        (tmp_path / "one.yaml").write_text(yaml.safe_dump(content))
-        return {**PLANTED, "VLLM_FL_TUNED_DIR": str(tmp_path)}
-
-    return write
-
-
-def test_it_is_found_at_start_up(study, vllm, tiny_model, prompts, folder, tmp_path):
-    result = vllm(tiny_model, prompts[:2], new_tokens=4, env=folder())
+def test_it_is_found_at_start_up(study, vllm, tiny_model, prompts):
+    env = {**PLANTED, "VLLM_FL_TUNED_DIR": str(study.out.parent)}
+    result = vllm(tiny_model, prompts[:2], new_tokens=4, env=env)
     assert ran(result) == study.found["result"]["winner"]
-    assert f"Operators are chosen by {tmp_path / 'one.yaml'} (tuned)" in result["log"]
+    assert f"Operators are chosen by {study.out} (tuned)" in result["log"]
 
 
-def explained(model, env):
-    return command("explain", "silu_and_mul", "--model", str(model), "--dtype", "float32", **env)
+EXPLAIN = """
+import os, sys
+from vllm_fl.cli import main
+for folder in sys.argv[2:]:
+    os.environ["VLLM_FL_TUNED_DIR"] = folder
+    assert main(["explain", "silu_and_mul", "--model", sys.argv[1], "--dtype", "float32"]) == 0
+"""
 
 
-def test_explain_says_tuned_and_why_not(tiny_model, folder, tmp_path):
-    done = explained(tiny_model, folder())
-    assert f"(from {tmp_path / 'one.yaml'} (tuned))" in done.stdout, done.stderr
-    refused = explained(tiny_model, folder(**{"vllm-fl-reference": "0.0.1"}))
-    assert "(tuned)" not in refused.stdout
-    assert "vllm-fl-reference was 0.0.1, is " in refused.stderr
+def test_explain_says_tuned_and_why_not(study, tiny_model, tmp_path):
+    content = yaml.safe_load(study.out.read_text())
+    for name in ("here", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "one.yaml").write_text(yaml.safe_dump(content))
+        content["tuned"]["versions"]["vllm-fl-reference"] = "0.0.1"
+    folders = [str(tmp_path / "here"), str(tmp_path / "elsewhere")]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_FL_")}
+    done = subprocess.run(
+        [sys.executable, "-c", EXPLAIN, str(tiny_model), *folders],
+        env={**clean, **PLANTED}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    here, elsewhere = done.stdout.split("silu_and_mul(x: Tensor)")[1:]
+    assert f"(from {folders[0]}/one.yaml (tuned))" in here
+    assert "(tuned)" not in elsewhere
+    assert "vllm-fl-reference was 0.0.1, is " in done.stderr
 
 
 def test_the_report_stands_alone(study):

@@ -14,7 +14,7 @@ from typing import Any
 from vllm_fl.cli import autotune, profile, verify
 from vllm_fl.cli.arguments import parse_call
 from vllm_fl.cli.tables import key_values, table
-from vllm_fl.dispatch.config import json_schema
+from vllm_fl.dispatch.config import BUILT_IN, json_schema
 from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
@@ -128,13 +128,14 @@ def _explain(arguments: argparse.Namespace) -> str:
         [row["impl_id"], row["wheel"] or "by hand", row["decision"], row["reason"]]
         for row in report["implementations"]
     ]
+    source = report["source"]
     mode = "strict: the first error raises" if report["strict"] else "falls back on errors"
     return "\n".join(
         (
             report["operator"],
             report["summary"],
             f"Order: {' > '.join(report['order'])}"
-            f"{f' (from {source})' if (source := report['source']) else ''}; {mode}.",
+            f"{f' (from {source})' if source not in ('', BUILT_IN) else ''}; {mode}.",
             "",
             table(["implementation", "wheel", "decision", "reason"], rows),
             *(

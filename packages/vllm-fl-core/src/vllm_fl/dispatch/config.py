@@ -80,6 +80,9 @@ class Setting:
         return {self.policy: value} if self.policy else {}
 
 
+BUILT_IN = "built-in default"
+"""The source of values that no layer gives."""
+
 _TOKEN = {"type": "string", "pattern": "^(flagos|vendor|reference|vendor:.+|impl:.+)$"}
 _NAME_LIST = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
 _ORDER_MAP = {
@@ -153,7 +156,7 @@ class Config:
         try:
             return SelectionPolicy.from_dict(**arguments)
         except ConfigError as error:
-            sources = {value.source for value in self.values.values()} - {"built-in default"}
+            sources = {value.source for value in self.values.values()} - {BUILT_IN}
             raise ConfigError(f"{error} (from {', '.join(sorted(sources))})") from error
 
     def oot_decision(self, op_name: str) -> Decision:
@@ -283,7 +286,7 @@ def load(defaults: str | None = None, environ: Mapping[str, str] | None = None) 
     Raises:
         ConfigError: a source holds something that is not allowed.
     """
-    values = {s.key: Value(s.variable.default, "built-in default") for s in SETTINGS}
+    values = {s.key: Value(s.variable.default, BUILT_IN) for s in SETTINGS}
     variables = {
         s.key: Value(s.variable.read(environ), s.variable.name)
         for s in SETTINGS

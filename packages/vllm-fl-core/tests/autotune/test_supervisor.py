@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -39,3 +42,23 @@ def test_the_reason_is_the_first_errors_of_the_log(tmp_path):
     assert reason_in(log) == "ValueError: a | RuntimeError: b"
     log.write_text("one\n\ntwo\nthree\n")
     assert reason_in(log) == "two | three"
+
+
+def test_an_engine_ends_with_its_tuner(tmp_path):
+    code = (
+        "import os, pathlib, sys; from vllm_fl.autotune.supervisor import EngineProcess\n"
+        "engine = EngineProcess(pathlib.Path(sys.argv[1]))\n"
+        "print(engine._process.pid, flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "log")], capture_output=True, check=False
+    )
+    assert done.returncode == -9
+    for _ in range(300):
+        try:
+            os.killpg(int(done.stdout), 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.2)
+    pytest.fail("it lives on")

@@ -10,8 +10,13 @@ which are those of the function of that name below.
 from __future__ import annotations
 
 import json
+import multiprocessing
+import multiprocessing.connection
 import os
+import queue
+import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +25,9 @@ from typing import Any
 
 LOGPROBS = 5
 """Likeliest tokens of each step whose log-probabilities are compared."""
+
+SECONDS_TO_END = 30
+"""So long after the last command everything has ended, or is killed."""
 
 
 def start(arguments: dict[str, Any], policy: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
@@ -141,16 +149,36 @@ def check(llm: Any, prompts: list[list[int]], new_tokens: int) -> list[dict[str,
 COMMANDS: dict[str, Callable[..., Any]] = {"worker": worker, "serve": serve, "check": check}
 
 
+def read_commands(commands: queue.SimpleQueue[str | None]) -> None:
+    """Pass on commands; when there are no more, the tuner has ended, perhaps during one of them."""
+    for line in sys.stdin:
+        commands.put(line)
+    commands.put(None)
+    time.sleep(SECONDS_TO_END)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def watch(children: list[multiprocessing.process.BaseProcess]) -> None:
+    """End this process with vLLM's own, whose end some of vLLM's calls wait for without end."""
+    multiprocessing.connection.wait([child.sentinel for child in children])
+    os._exit(1)
+
+
 def main() -> None:
     """Obey until standard input ends."""
     llm = None
+    commands: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=read_commands, args=(commands,), daemon=True).start()
     with os.fdopen(int(sys.argv[1]), "w") as answers:
-        for line in sys.stdin:
+        while (line := commands.get()) is not None:
             command = json.loads(line)
             do = command.pop("do")
             try:
                 if do == "start":
                     llm, answer = start(**command)
+                    children = multiprocessing.active_children()
+                    if children:
+                        threading.Thread(target=watch, args=(children,), daemon=True).start()
                 else:
                     answer = COMMANDS[do](llm, **command)
                 reply: dict[str, Any] = {"answer": answer}

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-
 LIBRARIES = {"_C": "_C", "_C_cache_ops": "_C", "_moe_C": "_moe_C"}
 """Namespace of operators -> the library that defines them."""
 

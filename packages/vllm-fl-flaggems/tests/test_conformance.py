@@ -45,8 +45,8 @@ def large_topk(tokens: int, count: int, k: int) -> TopkTile:
     return replace(topk_tile(tokens, count, k), rows=min(128, power_of_2(tokens)))
 
 
-def large_grouped(count: int, groups: int, k: int) -> GroupedTile:
-    return replace(grouped_tile(count, groups, k), tokens=32)
+def large_grouped(count: int, groups: int, k: int, tokens: int) -> GroupedTile:
+    return replace(grouped_tile(count, groups, k), tokens=min(32, power_of_2(tokens)))
 
 
 def large_align(choices: int, count: int, block: int) -> AlignTile:

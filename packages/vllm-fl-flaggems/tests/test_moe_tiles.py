@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from vllm_fl_flaggems import moe_tiles as tiles
@@ -23,12 +25,23 @@ def test_topk(tokens: int, experts: int) -> None:
     assert tile.rows * tile.block // (32 * tile.warps) <= 32  # values of a thread
 
 
-@pytest.mark.parametrize(("experts", "groups"), [(60, 5), (256, 8), (256, 32), (4096, 1)])
-def test_grouped(experts: int, groups: int) -> None:
-    tile = tiles.grouped_tile(experts, groups, 8)
+@pytest.mark.parametrize("tokens", [1, 64, 4096])
+@pytest.mark.parametrize(
+    ("experts", "groups"), [(60, 5), (256, 8), (256, 16), (256, 32), (4096, 1), (4096, 2048)]
+)
+def test_grouped(tokens: int, experts: int, groups: int) -> None:
+    tile = tiles.grouped_tile(experts, groups, 8, tokens)
     assert tile.groups >= groups
     assert tile.members >= experts // groups
+    assert all(map(is_power_of_2, (tile.groups, tile.members, tile.slots)))
+    assert tile.groups * tile.members // (32 * tile.warps) <= 16  # values of a thread, of a token
     assert tile in list(tiles.grouped_rivals(experts, groups, 8))
+
+
+def test_many_tokens_of_deepseek_v3() -> None:
+    tile = tiles.GroupedTile(tokens=4, groups=8, members=32, slots=8, warps=1)
+    assert tiles.grouped_tile(256, 8, 8, 4096) == tile
+    assert tiles.grouped_tile(256, 8, 8, 64) == dataclasses.replace(tile, tokens=1)
 
 
 @pytest.mark.parametrize("experts", [1, 60, 128, 512, 4096])

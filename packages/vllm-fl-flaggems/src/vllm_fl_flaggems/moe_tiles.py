@@ -157,11 +157,17 @@ def topk_rivals(experts: int, k: int) -> Iterator[TopkTile]:
 
 
 @functools.cache
-def grouped_tile(experts: int, groups: int, k: int) -> GroupedTile:
-    """Choose the tile for ``experts`` experts in ``groups`` groups."""
+def _grouped_tile(few: bool, experts: int, groups: int, k: int) -> GroupedTile:
     rows, columns = power_of_2(groups), power_of_2(experts // groups)
+    if rows <= 16:  # a group that fills a warp is reduced by one instruction
+        columns = max(_WARP, columns)
     warps = min(8, max(1, rows * columns // (_WARP * 16)))
-    return GroupedTile(1, rows, columns, power_of_2(k), warps)
+    return GroupedTile(1 if few or warps > 1 else 4, rows, columns, power_of_2(k), warps)
+
+
+def grouped_tile(experts: int, groups: int, k: int, tokens: int = 1) -> GroupedTile:
+    """Choose the tile for the k best of ``experts`` experts in ``groups`` groups."""
+    return _grouped_tile(tokens <= 8 * _BUSY, experts, groups, k)
 
 
 def grouped_rivals(experts: int, groups: int, k: int) -> Iterator[GroupedTile]:

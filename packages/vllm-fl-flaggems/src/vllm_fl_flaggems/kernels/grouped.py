@@ -15,6 +15,9 @@ from torch import Tensor
 from vllm_fl_flaggems.kernels.launch import launch_options, wait_for_inputs
 from vllm_fl_flaggems.kernels.order import LOWEST, from_key, to_key
 from vllm_fl_flaggems.moe_tiles import GroupedTile
+from vllm_fl_flaggems.tiles import power_of_2
+
+_UNROLLED = tl.constexpr(16)  # rounds that are compiled one by one
 
 
 @triton.jit
@@ -23,6 +26,42 @@ def _score(x, SIGMOID: tl.constexpr):
     if SIGMOID:
         wide = 1.0 / (1.0 + tl.exp(-wide))
     return wide
+
+
+@triton.jit
+def _best_groups(
+    key,
+    group,
+    member,
+    GROUPS: tl.constexpr,
+    SIZE: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHOICES: tl.constexpr,
+    BIASED: tl.constexpr,
+):
+    """Return the keys of the best groups, and their experts."""
+    best = tl.max(key, axis=2)
+    score = from_key(best)
+    if BIASED:  # with the second best, which may be equal to the best
+        equal = tl.sum((key == best[:, :, None]).to(tl.int32), axis=2)
+        below = tl.max(tl.where(key < best[:, :, None], key, LOWEST), axis=2)
+        score += from_key(tl.where(equal > 1, best, below))
+    rest = tl.where((group < GROUPS)[None, :], to_key(score), LOWEST)
+    choice = tl.arange(0, CHOICES)
+    keys = tl.full((TOKENS, CHOICES, COLUMNS), LOWEST, tl.int32)
+    groups = tl.zeros((TOKENS, CHOICES), tl.int32)
+    for j in tl.range(CHOSEN_GROUPS, loop_unroll_factor=CHOSEN_GROUPS if CHOSEN_GROUPS <= _UNROLLED else 1):
+        top = tl.max(rest, axis=1)[:, None]
+        picked = tl.min(tl.where(rest == top, group[None, :], ROWS), axis=1)[:, None]
+        taken = group[None, :] == picked
+        rest = tl.where(taken, LOWEST, rest)
+        own = tl.max(tl.where(taken[:, :, None], key, LOWEST), axis=1)
+        keys = tl.where((choice == j)[None, :, None], own[:, None, :], keys)
+        groups = tl.where((choice == j)[None, :], picked, groups)
+    return keys, groups[:, :, None] * SIZE + member[None, None, :]
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -41,6 +80,7 @@ def _grouped_topk_kernel(
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    CHOICES: tl.constexpr,
     SLOTS: tl.constexpr,
     BIASED: tl.constexpr,
     SIGMOID: tl.constexpr,
@@ -53,6 +93,7 @@ def _grouped_topk_kernel(
     member = tl.arange(0, COLUMNS)
     slot = tl.arange(0, SLOTS)
     expert = group[:, None] * SIZE + member[None, :]
+    expert = tl.multiple_of(expert, (1, 1))
     real = (group < GROUPS)[:, None] & (member < SIZE)[None, :]
     inside = (row < tokens)[:, None, None] & real[None, :, :]
     source = scores + row.to(tl.int64) * row_stride
@@ -62,29 +103,20 @@ def _grouped_topk_kernel(
         ranked += tl.load(bias + expert, mask=real, other=0.0).to(tl.float32)[None, :, :]
     key = tl.where(real[None, :, :], to_key(ranked), LOWEST)
 
-    best = tl.max(key, axis=2)
-    group_score = from_key(best)
-    if BIASED:  # with the second best, of which an equal one may be the best again
-        first = tl.where(key == best[:, :, None], member[None, None, :], COLUMNS)
-        first = tl.min(first, axis=2)[:, :, None]
-        rest = tl.where(member[None, None, :] == first, LOWEST, key)
-        group_score += from_key(tl.max(rest, axis=2))
-    group_key = tl.where((group < GROUPS)[None, :], to_key(group_score), LOWEST)
-    allowed = tl.zeros((TOKENS, ROWS), tl.int32)
-    for _ in range(CHOSEN_GROUPS):
-        top = tl.max(group_key, axis=1)[:, None]
-        picked = tl.min(tl.where(group_key == top, group[None, :], ROWS), axis=1)
-        taken = group[None, :] == picked[:, None]
-        group_key = tl.where(taken, LOWEST, group_key)
-        allowed = tl.where(taken, 1, allowed)
-    key = tl.where((allowed == 1)[:, :, None], key, LOWEST)
-
+    if CHOSEN_GROUPS < GROUPS:
+        key, expert = _best_groups(
+            key, group, member, GROUPS, SIZE, CHOSEN_GROUPS, TOKENS, ROWS, COLUMNS, CHOICES, BIASED
+        )
+    else:
+        expert = expert[None, :, :]
     chosen = tl.zeros((TOKENS, SLOTS), tl.int32)
-    for j in range(K):
-        top = tl.max(tl.max(key, axis=2), axis=1)
-        candidates = tl.where(key == top[:, None, None], expert[None, :, :], GROUPS * SIZE)
-        picked = tl.min(tl.min(candidates, axis=2), axis=1)
-        key = tl.where(expert[None, :, :] == picked[:, None, None], LOWEST, key)
+    for j in tl.range(K, loop_unroll_factor=K if K <= _UNROLLED else 1):
+        # First among the groups, which a thread has, then among members, by a warp's instruction.
+        highest = tl.max(key, axis=1)
+        lowest = tl.min(tl.where(key == highest[:, None, :], expert, GROUPS * SIZE), axis=1)
+        top = tl.max(highest, axis=1)
+        picked = tl.min(tl.where(highest == top[:, None], lowest, GROUPS * SIZE), axis=1)
+        key = tl.where(expert == picked[:, None, None], LOWEST, key)
         chosen = tl.where((slot == j)[None, :], picked[:, None], chosen)
     stored = (row < tokens)[:, None] & (slot < K)[None, :]
     share = _score(tl.load(source[:, None] + chosen, mask=stored, other=0.0), SIGMOID)
@@ -135,6 +167,7 @@ def grouped_topk(
         TOKENS=tile.tokens,
         ROWS=tile.groups,
         COLUMNS=tile.members,
+        CHOICES=power_of_2(groups[1]),
         SLOTS=tile.slots,
         BIASED=bias is not None,
         SIGMOID=sigmoid,

@@ -194,7 +194,7 @@ def _grouped(
             scoring_func == 1,
             renormalize,
             routed_scaling_factor,
-            grouped_tile(experts, n_group, topk),
+            grouped_tile(experts, n_group, topk, tokens),
         )
     return weights, indices
 

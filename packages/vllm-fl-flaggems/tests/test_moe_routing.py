@@ -101,7 +101,9 @@ def test_long_indices() -> None:
 @FEW
 @given(
     st.integers(1, 4),
-    st.sampled_from([(4, 2, 1, 2), (12, 3, 2, 5), (16, 4, 4, 3), (5, 1, 1, 5), (60, 5, 2, 18)]),
+    st.sampled_from(
+        [(4, 2, 1, 2), (12, 3, 2, 5), (16, 4, 4, 3), (5, 1, 1, 5), (60, 5, 2, 18), (256, 8, 4, 8)]
+    ),
     st.sampled_from(DTYPES),
     st.sampled_from(["contiguous", "wide rows"]),
     st.booleans(),

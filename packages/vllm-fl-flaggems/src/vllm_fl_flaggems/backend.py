@@ -13,13 +13,16 @@ from vllm_fl_flaggems.warmup import token_counts
 
 _OPS = "vllm_fl_flaggems.ops"
 _FLOATS = ("float16", "bfloat16", "float32")
+_INTS = ("int32", "int64")
 
 
-def _operator(module: str, name: str, supports: str) -> Implementation:
+def _operator(
+    module: str, name: str, supports: str, dtypes: tuple[str, ...] | None = _FLOATS
+) -> Implementation:
     return Implementation(
         f"{_OPS}.{module}:{name}",
         supports=f"{_OPS}.{module}:{supports}",
-        dtypes=_FLOATS,
+        dtypes=dtypes,
         note="vllm_fl_flaggems.notes:note",
     )
 
@@ -36,16 +39,10 @@ class FlagGemsBackend(Backend):
         "gemma_rms_norm": _operator("norm", "gemma_rms_norm", "supports"),
         "rotary_embedding": _operator("rotary", "rotary_embedding", "supports"),
         "reshape_and_cache_flash": _operator("cache", "reshape_and_cache_flash", "supports"),
-        "attention_backend": Implementation(
-            f"{_OPS}.attention:attention_backend", supports=f"{_OPS}.attention:supports"
-        ),
-        "topk_softmax": Implementation(
-            f"{_OPS}.routing:topk_softmax", supports=f"{_OPS}.routing:supports_topk"
-        ),
+        "attention_backend": _operator("attention", "attention_backend", "supports", None),
+        "topk_softmax": _operator("routing", "topk_softmax", "supports_topk", ("float32",)),
         "grouped_topk": _operator("routing", "grouped_topk", "supports_grouped"),
-        "moe_align_block_size": Implementation(
-            f"{_OPS}.align:moe_align_block_size", supports=f"{_OPS}.align:supports"
-        ),
+        "moe_align_block_size": _operator("align", "moe_align_block_size", "supports", _INTS),
         "moe_sum": _operator("moe_sum", "moe_sum", "supports"),
         "fused_experts": _operator("experts", "fused_experts", "supports"),
     }

@@ -1,6 +1,7 @@
 """The best experts of each token among those of its best groups, a few tokens a program.
 
-The experts of a token are a matrix in registers, one group a row.
+The experts of a token are a matrix in registers, one group a row, whose members lie across a warp:
+what goes over members is one instruction of the warp, what goes over groups stays within a thread.
 """
 
 # ruff: noqa: ANN001, ANN202  (a Triton function's parameters have no Python types)
@@ -53,7 +54,9 @@ def _best_groups(
     choice = tl.arange(0, CHOICES)
     keys = tl.full((TOKENS, CHOICES, COLUMNS), LOWEST, tl.int32)
     groups = tl.zeros((TOKENS, CHOICES), tl.int32)
-    for j in tl.range(CHOSEN_GROUPS, loop_unroll_factor=CHOSEN_GROUPS if CHOSEN_GROUPS <= _UNROLLED else 1):
+    for j in tl.range(
+        CHOSEN_GROUPS, loop_unroll_factor=CHOSEN_GROUPS if CHOSEN_GROUPS <= _UNROLLED else 1
+    ):
         top = tl.max(rest, axis=1)[:, None]
         picked = tl.min(tl.where(rest == top, group[None, :], ROWS), axis=1)[:, None]
         taken = group[None, :] == picked
@@ -93,6 +96,7 @@ def _grouped_topk_kernel(
     member = tl.arange(0, COLUMNS)
     slot = tl.arange(0, SLOTS)
     expert = group[:, None] * SIZE + member[None, :]
+    # Without this a thread loads several neighbours at once, and a group lies in part of a warp.
     expert = tl.multiple_of(expert, (1, 1))
     real = (group < GROUPS)[:, None] & (member < SIZE)[None, :]
     inside = (row < tokens)[:, None, None] & real[None, :, :]
@@ -111,7 +115,6 @@ def _grouped_topk_kernel(
         expert = expert[None, :, :]
     chosen = tl.zeros((TOKENS, SLOTS), tl.int32)
     for j in tl.range(K, loop_unroll_factor=K if K <= _UNROLLED else 1):
-        # First among the groups, which a thread has, then among members, by a warp's instruction.
         highest = tl.max(key, axis=1)
         lowest = tl.min(tl.where(key == highest[:, None, :], expert, GROUPS * SIZE), axis=1)
         top = tl.max(highest, axis=1)

@@ -8,6 +8,7 @@ from typing import Any
 import paged
 import pytest
 import torch
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensors import DTYPES, PROPERTY, TOLERANCES
@@ -16,6 +17,7 @@ from torch import Tensor
 from vllm_fl_flaggems import tiles
 from vllm_fl_flaggems.attention import planning
 from vllm_fl_flaggems.attention.planning import ANY_LENGTH, Mathematics, attend, short_queries
+from vllm_fl_flaggems.kernels import attention_prefill
 
 SCALE = 0.4
 GUARD = 7.0
@@ -113,9 +115,10 @@ def test_groups_that_fill_a_program_and_more(heads: tuple[int, int]) -> None:
     check(paged.make([(20, 3), (30, 1)], heads, dtype=torch.bfloat16), Mathematics(SCALE))
 
 
-def test_many_requests_are_told_apart() -> None:
-    """More than a vector of the search, some without any query."""
-    requests = [(i % 5, (i * 7) % 4 and 1) for i in range(299)] + [(2, 20)]
+def test_many_requests_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than two vectors of the search, some without any query."""
+    monkeypatch.setattr(attention_prefill, "_SEARCHED", tl.constexpr(16))
+    requests = [(i % 5, (i * 7) % 4 and 1) for i in range(35)] + [(2, 20)]
     check(paged.make(requests, (1, 1)), Mathematics(SCALE))
 
 

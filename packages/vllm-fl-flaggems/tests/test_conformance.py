@@ -1,15 +1,15 @@
 """The conformance kit, every kernel interpreted.
 
 A program takes the interpreter milliseconds whatever its size, so the kernels that a GPU would run
-in hundreds of programs are cut into fewer here; the choices for a GPU have their own tests. Of the
-values of routing, experts and the cache write, and of attention, one case in EVERY is run;
-``vllm-fl verify flaggems`` runs all.
+in hundreds of programs are cut into fewer here; the choices for a GPU have their own tests. Of each
+operator's check some cases are run, of the checks in FEW one; ``vllm-fl verify flaggems`` runs all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,16 +29,8 @@ from vllm_fl_flaggems.moe_tiles import (
 from vllm_fl_flaggems.ops import align, experts, moe_sum, routing
 from vllm_fl_flaggems.tiles import power_of_2
 
-VALUES = ("values", "contract")
-SLOW = {
-    "topk_softmax": VALUES,
-    "grouped_topk": VALUES,
-    "moe_align_block_size": VALUES,
-    "fused_experts": VALUES,
-    "reshape_and_cache_flash": VALUES,
-    "attention_backend": ("values", "chunks", "unused_nan", "cache", "padding"),
-}
-EVERY = 7
+EVERY = 11  # no factor of the number of dtypes or shapes
+FEW = ("compile", "determinism", "cache", "canary")
 
 
 def large_topk(tokens: int, count: int, k: int) -> TopkTile:
@@ -82,14 +74,14 @@ def _few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def chosen() -> Iterator[object]:
-    number = 0
+    """Yield the first, or the second, ... of a check's cases and those at steps from there."""
+    checks: dict[tuple[str, str], list[Any]] = {}
     for parameter in parameters(find_target("flaggems", "cpu")):
         case = parameter.values[0].case
-        if case.check in SLOW.get(case.op_name, ()):
-            number += 1
-            if number % EVERY:
-                continue
-        yield parameter
+        checks.setdefault((case.op_name, case.check), []).append(parameter)
+    for number, ((_, check), cases) in enumerate(checks.items()):
+        step = min(EVERY, len(cases)) if check in FEW or len(cases) > EVERY else 1
+        yield from cases[number % step :: step]
 
 
 @pytest.mark.parametrize("item", list(chosen()))

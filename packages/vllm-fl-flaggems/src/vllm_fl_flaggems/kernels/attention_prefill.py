@@ -18,6 +18,8 @@ from vllm_fl_flaggems.kernels.attention import LOG2_E, LOWEST, attend, first_row
 from vllm_fl_flaggems.kernels.launch import launch_options, wait_for_inputs
 from vllm_fl_flaggems.tiles import AttentionTile
 
+_SEARCHED = tl.constexpr(256)  # requests that a step of the search looks at
+
 
 @triton.jit
 def _request_of(block, query_start, requests, TOKENS: tl.constexpr):
@@ -26,8 +28,8 @@ def _request_of(block, query_start, requests, TOKENS: tl.constexpr):
     Request r has the blocks from ``query_start[r] // TOKENS + r`` on, one at least too many.
     """
     request = 0
-    for first in range(0, requests, 256):
-        index = first + tl.arange(0, 256)
+    for first in range(0, requests, _SEARCHED):
+        index = first + tl.arange(0, _SEARCHED)
         inside = index < requests
         stop = tl.load(query_start + index + 1, mask=inside, other=0) // TOKENS + index + 1
         request += tl.sum((inside & (stop <= block)).to(tl.int32), axis=0)

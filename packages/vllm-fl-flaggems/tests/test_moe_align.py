@@ -14,7 +14,7 @@ from vllm_fl_flaggems.moe_tiles import AlignTile, align_tile, power_of_2
 from vllm_fl_flaggems.ops import align
 from vllm_fl_reference.ops import moe as reference
 
-FEW = settings(PROPERTY, max_examples=20)
+FEW = settings(PROPERTY, max_examples=14)
 
 
 def canonical(returned: tuple[Tensor, ...], ids: Tensor, block: int) -> list[list[int]]:
@@ -39,7 +39,7 @@ def choices(tokens: int, k: int, experts: int, seed: int) -> Tensor:
 @given(
     st.integers(1, 20),
     st.integers(1, 4),
-    st.sampled_from([1, 3, 16, 33]),
+    st.sampled_from([1, 3, 9, 33]),
     st.sampled_from([1, 4, 16, 48]),
     st.sampled_from(["whole", "split"]),
     st.sampled_from([1, 4]),
@@ -75,7 +75,7 @@ def test_strategies(
     assert canonical(tuple(found), order, block) == canonical(expected, order, block)
 
 
-@pytest.mark.parametrize(("tokens", "k", "experts", "block"), [(1, 8, 128, 16), (40, 10, 64, 16)])
+@pytest.mark.parametrize(("tokens", "k", "experts", "block"), [(1, 8, 40, 16), (30, 10, 24, 16)])
 def test_chosen_tiles(tokens: int, k: int, experts: int, block: int) -> None:
     ids = choices(tokens, k, experts, seed=1)
     found = align.moe_align_block_size(ids, block, experts)

@@ -21,10 +21,10 @@ BOUND = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
 def near(actual: Tensor, expected: Tensor) -> None:
-    """Compare with a float64 result, errors relative to the typical element."""
+    """Compare with a float64 result, errors relative to the element or the typical one."""
     assert actual.shape == expected.shape
-    typical = expected.square().mean().sqrt() + 1e-30
-    assert float((actual.double() - expected).abs().max() / typical) < BOUND[actual.dtype]
+    size = torch.maximum(expected.abs(), expected.square().mean().sqrt()) + 1e-30
+    assert float(((actual.double() - expected).abs() / size).max()) < BOUND[actual.dtype]
 
 
 @FEW
@@ -71,7 +71,7 @@ def wide(x: Tensor, w1: Tensor, w2: Tensor, *rest: object) -> Tensor:
 
 @FEW
 @given(
-    st.sampled_from([1, 2, 9, 40]),
+    st.sampled_from([1, 2, 9, 20]),
     st.sampled_from([(1, 1), (3, 2), (20, 3)]),
     st.sampled_from([(16, 16), (40, 24), (72, 33)]),
     st.sampled_from(DTYPES),
@@ -93,17 +93,24 @@ def test_fused_experts(
     assert all(torch.equal(one, other) for one, other in zip(call, before, strict=True))
 
 
-@pytest.mark.parametrize("rows", [16, 64])
-@pytest.mark.parametrize("direct", [False, True])
-@pytest.mark.parametrize("swap", [False, True])
-@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(
+    ("rows", "direct", "swap", "group"),
+    [
+        (16, False, False, 1),
+        (16, False, True, 4),
+        (64, False, False, 4),
+        (64, False, True, 1),
+        (16, True, False, 4),
+        (16, True, True, 1),
+    ],
+)
 def test_every_way_to_cut(rows: int, direct: bool, swap: bool, group: int) -> None:
-    x, w1, w2, weights, ids = arguments(30, 3, 2, (40, 40), torch.bfloat16)
+    x, w1, w2, weights, ids = arguments(12, 3, 2, (40, 24), torch.bfloat16)
     tile = MatmulTile(columns=32, depth=16, warps=4, stages=2, group=group, swap=swap)
     out = torch.empty_like(x)
     experts.run_experts(
         out, x, w1, w2, weights, Choices(ids, 3, 3, local=True), "silu", False,
-        ExpertsTile(direct, rows, tile, replace(tile, columns=64)),
+        ExpertsTile(direct, rows, tile, replace(tile, depth=32)),
     )  # fmt: skip
     near(out, wide(x, w1, w2, weights, ids))
 

@@ -61,8 +61,8 @@ def compiled(kernel: Any, tile: tiles.AttentionTile, size: int, group: int, page
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
-def facts(found: Any) -> dict[str, int]:
-    """Count what matters in the code."""
+def facts(found: Any, tile: tiles.AttentionTile) -> dict[str, int]:
+    """Count what matters in the code; of the loads, how many tiles of keys and values they are."""
     ptx = found.asm["ptx"]
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -71,9 +71,12 @@ def facts(found: Any) -> dict[str, int]:
         usage = subprocess.run(
             [tool, "-res-usage", file.name], check=True, capture_output=True, text=True
         ).stdout
+    # A thread copies 16 bytes at once.
+    copies = 2 * tile.block_n * tile.block_d * 2 // (16 * 32 * tile.warps)
     (stack,) = re.findall(r"STACK:(\d+)", usage)
     return {
-        "async_copies": len(re.findall(r"cp\.async\.cg\.shared", ptx)),
+        "stages": tile.stages,
+        "tiles_loaded": len(re.findall(r"cp\.async\.cg\.shared", ptx)) // copies,
         "warpgroup_products": len(re.findall(r"wgmma\.mma_async", ptx)),
         "warp_products": len(re.findall(r"mma\.sync", ptx)),
         "shared": found.metadata.shared,
@@ -87,11 +90,11 @@ def main() -> None:
     for size, page in ((64, 64), (128, 16), (256, 16)):
         tile = tiles.prefill_tile(size, 2, 4096)
         found = compiled(_prefill_kernel, tile, size, 4, page)
-        results[f"prefill {size} {page}"] = facts(found)
+        results[f"prefill {size} {page}"] = facts(found, tile)
         for splits_for in (8, 4096):
             choice = tiles.decode_tile(size, 2, 4, splits_for, 8192)
             found = compiled(_decode_kernel, choice, size, 4, page)
-            results[f"decode {size} {page} {choice.splits}"] = facts(found)
+            results[f"decode {size} {page} {choice.splits}"] = facts(found, choice)
     json.dump(results, sys.stdout)
 
 

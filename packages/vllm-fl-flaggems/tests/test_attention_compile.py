@@ -31,7 +31,11 @@ def test_nothing_spills_and_all_of_it_fits(kernels: dict[str, dict[str, int]]) -
 
 
 def test_loads_of_keys_and_values_run_ahead(kernels: dict[str, dict[str, int]]) -> None:
-    assert all(facts["async_copies"] >= 24 for facts in kernels.values()), kernels
+    """A loop loads one tile, and before it those that are ahead; prefill has two loops."""
+    for name, facts in kernels.items():
+        loops = 2 if name.startswith("prefill") else 1
+        assert facts["stages"] >= 2, name
+        assert facts["tiles_loaded"] >= loops * facts["stages"], name
 
 
 def test_products_are_on_tensor_cores(kernels: dict[str, dict[str, int]]) -> None:

@@ -29,7 +29,7 @@ from vllm_fl_flaggems.moe_tiles import (
 from vllm_fl_flaggems.ops import align, experts, moe_sum, routing
 from vllm_fl_flaggems.tiles import power_of_2
 
-EVERY = 11  # no factor of the number of dtypes or shapes
+EVERY = 17  # no factor of the number of dtypes or shapes
 FEW = ("compile", "determinism", "cache", "canary")
 
 

@@ -179,7 +179,7 @@ GROUPED = Operator(
     },
     agree=grouped_agree,
     sweep=Sweep(
-        tile=lambda shape: tiles.grouped_tile(shape[1], shape[2], shape[4]),
+        tile=lambda shape: tiles.grouped_tile(shape[1], shape[2], shape[4], shape[0]),
         rivals=lambda shape: tiles.grouped_rivals(shape[1], shape[2], shape[4]),
         launch=grouped_launch,
     ),

@@ -38,7 +38,7 @@ def large_topk(tokens: int, count: int, k: int) -> TopkTile:
 
 
 def large_grouped(count: int, groups: int, k: int, tokens: int) -> GroupedTile:
-    return replace(grouped_tile(count, groups, k), tokens=min(32, power_of_2(tokens)))
+    return replace(grouped_tile(count, groups, k, tokens), tokens=min(32, power_of_2(tokens)))
 
 
 def large_align(choices: int, count: int, block: int) -> AlignTile:

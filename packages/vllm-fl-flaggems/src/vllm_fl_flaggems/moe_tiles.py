@@ -165,14 +165,14 @@ def _grouped_tile(few: bool, experts: int, groups: int, k: int) -> GroupedTile:
     return GroupedTile(1 if few or warps > 1 else 4, rows, columns, power_of_2(k), warps)
 
 
-def grouped_tile(experts: int, groups: int, k: int, tokens: int = 1) -> GroupedTile:
+def grouped_tile(experts: int, groups: int, k: int, tokens: int) -> GroupedTile:
     """Choose the tile for the k best of ``experts`` experts in ``groups`` groups."""
     return _grouped_tile(tokens <= 8 * _BUSY, experts, groups, k)
 
 
 def grouped_rivals(experts: int, groups: int, k: int) -> Iterator[GroupedTile]:
     """Yield every tile worth timing for ``experts`` experts in ``groups`` groups."""
-    chosen = grouped_tile(experts, groups, k)
+    chosen = grouped_tile(experts, groups, k, 1)
     for tokens, warps in product((1, 2, 4), (1, 2, 4, 8)):
         yield replace(chosen, tokens=tokens, warps=warps)
 

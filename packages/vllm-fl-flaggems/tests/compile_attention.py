@@ -32,6 +32,7 @@ def compiled(kernel: Any, tile: tiles.AttentionTile, size: int, group: int, page
     constants: dict[str, Any] = {
         **FEATURES, "GROUP": group, "HEADS": min(group, tile.block_m), "D": size,
         "BLOCK_D": tile.block_d, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "PAGE": page,
+        "BLOCK_STRIDE": page * 8 * 2 * size, "TOKEN_STRIDE": 8 * 2 * size,
         "sinks": None, "slopes": None, "causal": None,
     }  # fmt: skip
     if isinstance(tile, tiles.DecodeTile):

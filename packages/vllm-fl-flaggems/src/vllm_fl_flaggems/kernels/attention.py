@@ -57,6 +57,40 @@ def _pages(table, start, first_key, end_key, BLOCK_N: tl.constexpr, PAGE: tl.con
 
 
 @triton.jit
+def biased(scores, key, position, scale, cap, slope, CAP: tl.constexpr, ALIBI: tl.constexpr):
+    """Return a tile's scores with their bound and bias, then times scale and log2(e)."""
+    if CAP:
+        # tanh(x) is 1 - 2 / (exp(2x) + 1).
+        capped = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E * scale / cap)) + 1.0)
+        scores = capped * (cap * LOG2_E)
+    if ALIBI:
+        if not CAP:
+            scores = scores * (scale * LOG2_E)
+        distance = tl.abs(position[:, None] - key[None, :]).to(tl.float32)
+        scores = scores - slope[:, None] * LOG2_E * distance
+    return scores
+
+
+@triton.jit
+def softmax(scores, top, scale, SCALED: tl.constexpr):
+    """Return the weights of a tile, the new maximum, and the factor on what came before.
+
+    Args:
+        scores: ``[rows, keys]``.
+        top: ``[rows]``, largest score so far, times log2(e).
+        scale: factor on the scores, positive; with log2(e) in them already if SCALED.
+    """
+    # The scale is applied in the subtraction, one multiply-add, where nothing stands between.
+    if SCALED:
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_top[:, None])
+    else:
+        new_top = tl.maximum(top, tl.max(scores, axis=1) * (scale * LOG2_E))
+        weights = tl.exp2(scores * (scale * LOG2_E) - new_top[:, None])
+    return weights, new_top, tl.exp2(top - new_top)
+
+
+@triton.jit
 def attend(
     accumulator,
     top,
@@ -81,7 +115,6 @@ def attend(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,
-    MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
@@ -89,6 +122,8 @@ def attend(
     PRECISION: tl.constexpr,
 ):
     """Attend to the keys of the tiles that begin in ``[begin, end)``; return the new state.
+
+    Rows need not see every key of these tiles.
 
     Args:
         accumulator: ``[rows, BLOCK_D]`` fp32, weighted sum of the values so far.
@@ -108,7 +143,6 @@ def attend(
         slope: ``[rows]`` (ALIBI only).
         block_stride, token_stride: elements from block to block and from token to token.
         PAGE: tokens of a cache block.
-        MASKED: some row may not see some key of these tiles.
         CAUSAL: 0 no, 1 yes, 2 as ``is_causal`` says.
     """
     column = tl.arange(0, BLOCK_D)
@@ -119,48 +153,23 @@ def attend(
         offset = page.to(tl.int64) * block_stride + (key % PAGE).to(tl.int64) * token_stride
         page = _pages(table, start + BLOCK_N, first_key, end_key, BLOCK_N, PAGE)
         where = offset[:, None] + column[None, :]
-        if MASKED:
-            inside = ((key >= first_key) & (key < end_key))[:, None] & (column < D)[None, :]
-            k = tl.load(keys + where, mask=inside, other=0.0)
-            v = tl.load(values + where, mask=inside, other=0.0)
-        else:
-            if D == BLOCK_D:
-                k = tl.load(keys + where)
-                v = tl.load(values + where)
-            else:
-                k = tl.load(keys + where, mask=(column < D)[None, :], other=0.0)
-                v = tl.load(values + where, mask=(column < D)[None, :], other=0.0)
+        inside = ((key >= first_key) & (key < end_key))[:, None] & (column < D)[None, :]
+        k = tl.load(keys + where, mask=inside, other=0.0)
+        v = tl.load(values + where, mask=inside, other=0.0)
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
-        if CAP:
-            # tanh(x) is 1 - 2 / (exp(2x) + 1).
-            capped = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E * scale / cap)) + 1.0)
-            scores = capped * (cap * LOG2_E)
-        if ALIBI:
-            if not CAP:
-                scores = scores * (scale * LOG2_E)
-            distance = tl.abs(position[:, None] - key[None, :]).to(tl.float32)
-            scores = scores - slope[:, None] * LOG2_E * distance
-        if MASKED:
-            seen = (key < end_key)[None, :] & (key >= first_key)[None, :]
-            if CAUSAL == 1:
-                seen = seen & (key[None, :] <= position[:, None])
-            if CAUSAL == 2:
-                seen = seen & ((key[None, :] <= position[:, None]) | (is_causal == 0))
-            if WINDOW:
-                seen = seen & (position[:, None] - key[None, :] < window)
-                if CAUSAL != 1:
-                    seen = seen & (key[None, :] - position[:, None] < window)
-            scores = tl.where(seen, scores, float("-inf"))
-        # The scale is applied in the subtraction, one multiply-add, where nothing stands between.
-        if CAP | ALIBI:
-            new_top = tl.maximum(top, tl.max(scores, axis=1))
-            weights = tl.exp2(scores - new_top[:, None])
-        else:
-            new_top = tl.maximum(top, tl.max(scores, axis=1) * (scale * LOG2_E))
-            weights = tl.exp2(scores * (scale * LOG2_E) - new_top[:, None])
-        shrink = tl.exp2(top - new_top)
+        scores = biased(scores, key, position, scale, cap, slope, CAP, ALIBI)
+        seen = (key < end_key)[None, :] & (key >= first_key)[None, :]
+        if CAUSAL == 1:
+            seen = seen & (key[None, :] <= position[:, None])
+        if CAUSAL == 2:
+            seen = seen & ((key[None, :] <= position[:, None]) | (is_causal == 0))
+        if WINDOW:
+            seen = seen & (position[:, None] - key[None, :] < window)
+            if CAUSAL != 1:
+                seen = seen & (key[None, :] - position[:, None] < window)
+        scores = tl.where(seen, scores, float("-inf"))
+        weights, top, shrink = softmax(scores, top, scale, CAP | ALIBI)
         total = total * shrink + tl.sum(weights, axis=1)
         accumulator = accumulator * shrink[:, None]
         accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision=PRECISION)
-        top = new_top
     return accumulator, top, total

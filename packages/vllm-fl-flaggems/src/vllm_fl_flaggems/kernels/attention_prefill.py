@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_fl_flaggems.kernels.attention import LOG2_E, LOWEST, attend, first_row
+from vllm_fl_flaggems.kernels.attention_overlap import attend_overlapped
 from vllm_fl_flaggems.kernels.launch import launch_options, wait_for_inputs
 from vllm_fl_flaggems.tiles import AttentionTile
 
@@ -58,10 +59,10 @@ def _prefill_kernel(
     out_head_stride,
     query_token_stride,
     query_head_stride,
-    block_stride,
-    token_stride,
     head_stride,
     table_stride,
+    BLOCK_STRIDE: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -139,24 +140,25 @@ def _prefill_kernel(
         keys += kv_head.to(tl.int64) * head_stride
         values += kv_head.to(tl.int64) * head_stride
         table += request.to(tl.int64) * table_stride
+        # The tiles that every row sees come last: with a loop behind them, ptxas would let no matrix
+        # product overlap anything (its message C7515).
         if WINDOW:
             accumulator, top, total = attend(
                 accumulator, top, total, q, keys, values, table,
                 first_tile, tl.minimum(full, end_key), first_key, end_key,
-                position, is_causal, window, scale, cap, slope, block_stride, token_stride,
-                D, BLOCK_D, BLOCK_N, PAGE, True, CAUSAL, WINDOW, CAP, ALIBI, PRECISION,
+                position, is_causal, window, scale, cap, slope, BLOCK_STRIDE, TOKEN_STRIDE,
+                D, BLOCK_D, BLOCK_N, PAGE, CAUSAL, WINDOW, CAP, ALIBI, PRECISION,
             )  # fmt: skip
         accumulator, top, total = attend(
             accumulator, top, total, q, keys, values, table,
-            full, after, first_key, end_key,
-            position, is_causal, window, scale, cap, slope, block_stride, token_stride,
-            D, BLOCK_D, BLOCK_N, PAGE, False, CAUSAL, WINDOW, CAP, ALIBI, PRECISION,
-        )  # fmt: skip
-        accumulator, top, total = attend(
-            accumulator, top, total, q, keys, values, table,
             after, end_key, first_key, end_key,
-            position, is_causal, window, scale, cap, slope, block_stride, token_stride,
-            D, BLOCK_D, BLOCK_N, PAGE, True, CAUSAL, WINDOW, CAP, ALIBI, PRECISION,
+            position, is_causal, window, scale, cap, slope, BLOCK_STRIDE, TOKEN_STRIDE,
+            D, BLOCK_D, BLOCK_N, PAGE, CAUSAL, WINDOW, CAP, ALIBI, PRECISION,
+        )  # fmt: skip
+        accumulator, top, total = attend_overlapped(
+            accumulator, top, total, q, keys, values, table,
+            full, after, position, scale, cap, slope, BLOCK_STRIDE, TOKEN_STRIDE,
+            D, BLOCK_D, BLOCK_N, PAGE, CAP, ALIBI, PRECISION,
         )  # fmt: skip
         result = accumulator / total[:, None]
         target = row * out_token_stride + head.to(tl.int64) * out_head_stride
@@ -231,10 +233,10 @@ def prefill(
         out.stride(1),
         query.stride(0),
         query.stride(1),
-        keys.stride(0),
-        keys.stride(1),
         keys.stride(2),
         table.stride(0),
+        BLOCK_STRIDE=keys.stride(0),
+        TOKEN_STRIDE=keys.stride(1),
         GROUP=group,
         HEADS=of_a_token,
         D=size,

@@ -65,12 +65,19 @@ def compiled(kernel: Any, tile: tiles.AttentionTile, size: int, group: int, page
 def facts(found: Any, tile: tiles.AttentionTile) -> dict[str, int]:
     """Count what matters in the code; of the loads, how many tiles of keys and values they are."""
     ptx = found.asm["ptx"]
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    assembled = subprocess.run(
+        [tools / "ptxas", "-v", "--gpu-name=sm_90a", "-o", "/dev/null", "-"],
+        check=True, input=ptx, capture_output=True, text=True,
+    )  # fmt: skip
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(found.asm["cubin"])
         file.flush()
         usage = subprocess.run(
-            [tool, "-res-usage", file.name], check=True, capture_output=True, text=True
+            [tools / "cuobjdump", "-res-usage", file.name],
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout
     # A thread copies 16 bytes at once.
     copies = 2 * tile.block_n * tile.block_d * 2 // (16 * 32 * tile.warps)
@@ -80,6 +87,7 @@ def facts(found: Any, tile: tiles.AttentionTile) -> dict[str, int]:
         "tiles_loaded": len(re.findall(r"cp\.async\.cg\.shared", ptx)) // copies,
         "warpgroup_products": len(re.findall(r"wgmma\.mma_async", ptx)),
         "warp_products": len(re.findall(r"mma\.sync", ptx)),
+        "serialized": (assembled.stdout + assembled.stderr).count("are serialized"),
         "shared": found.metadata.shared,
         "stack": int(stack),
     }

@@ -56,7 +56,7 @@ def check(case: paged.Paged, layer: Mathematics) -> None:
     requests=st.lists(st.tuples(st.integers(0, 70), st.integers(0, 20)), min_size=1, max_size=3),
     heads=st.sampled_from([(2, 2), (4, 2), (6, 2), (5, 1)]),
     size=st.sampled_from([16, 24, 32]),
-    block_size=st.sampled_from([16, 48, 128]),
+    block_size=st.sampled_from([16, 48, 64, 128]),
     dtype=st.sampled_from(DTYPES),
     window=st.sampled_from([None, 1, 5, 40]),
     causal=st.sampled_from([True, True, False]),

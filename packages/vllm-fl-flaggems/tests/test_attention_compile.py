@@ -42,3 +42,8 @@ def test_products_are_on_tensor_cores(kernels: dict[str, dict[str, int]]) -> Non
     for name, facts in kernels.items():
         kind = "warpgroup_products" if name.startswith("prefill") else "warp_products"
         assert facts[kind] > 0, name
+
+
+def test_products_of_prefill_run_beside_other_work(kernels: dict[str, dict[str, int]]) -> None:
+    """What ptxas cannot leave in flight it serializes, and says so."""
+    assert {name for name, facts in kernels.items() if facts["serialized"]} == set()

@@ -236,7 +236,7 @@ def prefill_rivals(size: int) -> Iterator[AttentionTile]:
     for block_m, warps in ((64, 4), (128, 4), (128, 8), (256, 8)):
         for block_n in (32, 64, 128):
             for stages in (2, 3, 4):
-                memory = 2 * block_d * (block_m + 2 * stages * block_n)
+                memory = 2 * block_d * (block_m + (2 * stages + 1) * block_n)
                 if memory <= _SHARED and block_m * block_d // (_WARP * warps) <= 128:
                     yield AttentionTile(block_m, block_n, block_d, warps, stages)
 

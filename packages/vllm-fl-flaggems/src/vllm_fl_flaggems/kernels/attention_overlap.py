@@ -45,12 +45,12 @@ def _tile(
     column = tl.arange(0, BLOCK_D)[None, :]
     row = tl.arange(0, BLOCK_N).to(tl.int64)
     # What does not depend on the tile comes first, so that it is computed once.
-    if BLOCK_N % PAGE == 0:
-        place = cache + (row % PAGE * TOKEN_STRIDE)[:, None] + column
-        place += (page.to(tl.int64) * BLOCK_STRIDE)[:, None]
-    elif PAGE % BLOCK_N == 0:
+    if PAGE % BLOCK_N == 0:
         place = cache + (row * TOKEN_STRIDE)[:, None] + column
         place += page.to(tl.int64) * BLOCK_STRIDE + (start % PAGE).to(tl.int64) * TOKEN_STRIDE
+    elif BLOCK_N % PAGE == 0:
+        place = cache + (row % PAGE * TOKEN_STRIDE)[:, None] + column
+        place += (page.to(tl.int64) * BLOCK_STRIDE)[:, None]
     else:
         inner = (start + row) % PAGE * TOKEN_STRIDE
         place = cache + column + (page.to(tl.int64) * BLOCK_STRIDE + inner)[:, None]
@@ -92,7 +92,6 @@ def attend_overlapped(
         end: the end of the last tile, as a multiple of BLOCK_N, or anything up to ``begin``.
         BLOCK_STRIDE, TOKEN_STRIDE: elements from block to block and from token to token.
     """
-    BITS: tl.constexpr = tl.int16 if query.dtype.primitive_bitwidth == 16 else tl.int32
     if begin < end:
         row = tl.arange(0, BLOCK_N)
         last = end - BLOCK_N
@@ -104,9 +103,8 @@ def attend_overlapped(
         scores = biased(scores, begin + row, position, scale, cap, slope, CAP, ALIBI)
         weights, top, shrink = softmax(scores, top, scale, CAP | ALIBI)
         total = total * shrink + tl.sum(weights, axis=1)
-        # As integers: a floating-point operand of a product would go through shared memory from one
-        # iteration to the next.
-        bits = weights.to(query.dtype).to(BITS, bitcast=True)
+        # The weights go from tile to tile as fp32. In 16 bits they would need fewer registers, but
+        # PTX would change those of a product that is still in flight, which is undefined.
         for start in range(begin + BLOCK_N, end, BLOCK_N):
             before = start - BLOCK_N
             k = _tile(keys, key_page, start, BLOCK_STRIDE, TOKEN_STRIDE, D, BLOCK_D, BLOCK_N, PAGE)
@@ -117,14 +115,11 @@ def attend_overlapped(
             value_page = _whole_pages(table, start, BLOCK_N, PAGE)
             scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
             accumulator = accumulator * shrink[:, None]
-            weights = bits.to(query.dtype, bitcast=True)
-            accumulator = tl.dot(weights, v, accumulator, input_precision=PRECISION)
+            accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision=PRECISION)
             scores = biased(scores, start + row, position, scale, cap, slope, CAP, ALIBI)
             weights, top, shrink = softmax(scores, top, scale, CAP | ALIBI)
             total = total * shrink + tl.sum(weights, axis=1)
-            bits = weights.to(query.dtype).to(BITS, bitcast=True)
         v = _tile(values, value_page, last, BLOCK_STRIDE, TOKEN_STRIDE, D, BLOCK_D, BLOCK_N, PAGE)
         accumulator = accumulator * shrink[:, None]
-        weights = bits.to(query.dtype, bitcast=True)
-        accumulator = tl.dot(weights, v, accumulator, input_precision=PRECISION)
+        accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision=PRECISION)
     return accumulator, top, total

@@ -140,8 +140,8 @@ def _prefill_kernel(
         keys += kv_head.to(tl.int64) * head_stride
         values += kv_head.to(tl.int64) * head_stride
         table += request.to(tl.int64) * table_stride
-        # The tiles that every row sees come last: with a loop behind them, ptxas would let no matrix
-        # product overlap anything (its message C7515).
+        # The tiles that every row sees in full come last: with a loop behind them, ptxas would let
+        # no product overlap anything (its message C7515).
         if WINDOW:
             accumulator, top, total = attend(
                 accumulator, top, total, q, keys, values, table,

@@ -5,6 +5,8 @@ Run in a process of its own, in which kernels are not interpreted.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import re
 import subprocess
@@ -27,15 +29,18 @@ FEATURES = {"CAUSAL": 1, "WINDOW": False, "CAP": False, "SINKS": False, "ALIBI":
             "PRECISION": "tf32", "OVERLAP": True}  # fmt: skip
 
 
-def compiled(kernel: Any, tile: tiles.AttentionTile, size: int, group: int, page: int) -> Any:
-    """Compile a kernel as a bf16 model would launch it."""
+def compiled(
+    kernel: Any, tile: tiles.AttentionTile, size: int, group: int, page: int
+) -> tuple[Any, str]:
+    """Compile a kernel as a bf16 model would launch it; also return the remarks of ptxas."""
     constants: dict[str, Any] = {
         **FEATURES, "GROUP": group, "HEADS": min(group, tile.block_m), "D": size,
         "BLOCK_D": tile.block_d, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "PAGE": page,
-        "BLOCK_STRIDE": page * 8 * 2 * size, "TOKEN_STRIDE": 8 * 2 * size,
         "sinks": None, "slopes": None, "causal": None,
     }  # fmt: skip
-    if isinstance(tile, tiles.DecodeTile):
+    if not isinstance(tile, tiles.DecodeTile):
+        constants |= {"BLOCK_STRIDE": page * 8 * 2 * size, "TOKEN_STRIDE": 8 * 2 * size}
+    else:
         constants |= {"KV_HEADS": 8, "JOINED": tile.splits > 1}
         if tile.splits == 1:
             constants |= {"parts": None, "logs": None}
@@ -59,25 +64,21 @@ def compiled(kernel: Any, tile: tiles.AttentionTile, size: int, group: int, page
         attrs=attributes,
     )
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    remarks = io.StringIO()
+    with contextlib.redirect_stdout(remarks):
+        found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return found, remarks.getvalue()
 
 
-def facts(found: Any, tile: tiles.AttentionTile) -> dict[str, int]:
+def facts(found: Any, remarks: str, tile: tiles.AttentionTile) -> dict[str, int]:
     """Count what matters in the code; of the loads, how many tiles of keys and values they are."""
     ptx = found.asm["ptx"]
-    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-    assembled = subprocess.run(
-        [tools / "ptxas", "-v", "--gpu-name=sm_90a", "-o", "/dev/null", "-"],
-        check=True, input=ptx, capture_output=True, text=True,
-    )  # fmt: skip
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(found.asm["cubin"])
         file.flush()
         usage = subprocess.run(
-            [tools / "cuobjdump", "-res-usage", file.name],
-            check=True,
-            capture_output=True,
-            text=True,
+            [tool, "-res-usage", file.name], check=True, capture_output=True, text=True
         ).stdout
     # A thread copies 16 bytes at once.
     copies = 2 * tile.block_n * tile.block_d * 2 // (16 * 32 * tile.warps)
@@ -87,7 +88,7 @@ def facts(found: Any, tile: tiles.AttentionTile) -> dict[str, int]:
         "tiles_loaded": len(re.findall(r"cp\.async\.cg\.shared", ptx)) // copies,
         "warpgroup_products": len(re.findall(r"wgmma\.mma_async", ptx)),
         "warp_products": len(re.findall(r"mma\.sync", ptx)),
-        "serialized": (assembled.stdout + assembled.stderr).count("are serialized"),
+        "serialized": remarks.count("instructions are serialized"),
         "shared": found.metadata.shared,
         "stack": int(stack),
     }
@@ -95,15 +96,16 @@ def facts(found: Any, tile: tiles.AttentionTile) -> dict[str, int]:
 
 def main() -> None:
     """Compile the tiles that are chosen for common heads."""
+    triton.knobs.nvidia.dump_ptxas_log = True
     results = {}
     for size, page in ((64, 64), (128, 16), (256, 16)):
         tile = tiles.prefill_tile(size, 2, 4096)
         found = compiled(_prefill_kernel, tile, size, 4, page)
-        results[f"prefill {size} {page}"] = facts(found, tile)
+        results[f"prefill {size} {page}"] = facts(*found, tile)
         for splits_for in (8, 4096):
             choice = tiles.decode_tile(size, 2, 4, splits_for, 8192)
             found = compiled(_decode_kernel, choice, size, 4, page)
-            results[f"decode {size} {page} {choice.splits}"] = facts(found, choice)
+            results[f"decode {size} {page} {choice.splits}"] = facts(*found, choice)
     json.dump(results, sys.stdout)
 
 

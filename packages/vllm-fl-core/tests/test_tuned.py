@@ -11,10 +11,13 @@ from vllm_fl.dispatch import (
     OpImpl,
     OpManager,
     config,
+    discovery,
     reset_global_policy,
     state,
     tuned,
 )
+from vllm_fl.dispatch.backend import Backend
+from vllm_fl.dispatch.discovery import DiscoveredBackend
 from vllm_fl.dispatch.report import explain
 
 SHAPE = {"architecture": "Qwen3ForCausalLM", "hidden_size": 256, "tensor_parallel": 1}
@@ -137,6 +140,19 @@ def test_versions_hold_what_decides_about_speed():
     found = tuned.installed_versions()
     assert found["vllm-fl-core"]
     assert all(isinstance(number, str) for number in found.values())
+
+
+def test_versions_hold_what_backends_name(monkeypatch):
+    class Acme(Backend):
+        name = "acme"
+        packages = ("pytest", "acme-runtime-that-is-absent")
+
+    found = DiscoveredBackend("acme", "a test", "acme-fl", "1.2", backend=Acme())
+    monkeypatch.setattr(discovery, "get_discovered_plugins", lambda: (found,))
+    versions = tuned.installed_versions()
+    assert versions["pytest"] == pytest.__version__
+    assert versions["acme-fl"] == "1.2"
+    assert "acme-runtime-that-is-absent" not in versions
 
 
 def test_a_written_file_gives_the_same_settings_over_other_defaults(folder, tmp_path, monkeypatch):

@@ -61,6 +61,7 @@ class AscendBackend(Backend):
         defaults="vllm_fl_ascend:ascend.yaml",
         rank=100,
     )
+    packages = ("torch-npu",)
     known_failures = {
         "rms_norm/rounding/*": "CANN's kernel multiplies by the weight in fp32 and rounds once",
         "attention_backend/offsets/*": "the vendor's operator takes caches of up to 2^31 elements",

@@ -47,6 +47,7 @@ class FlagGemsBackend(Backend):
         "fused_experts": _operator("experts", "fused_experts", "supports"),
     }
 
+    packages = ("flag-gems",)
     kernels = {
         "triton:vllm_fl_flaggems.*": ("", "vllm-fl-flaggems"),
         "triton:vllm_fl_flaggems.kernels.norm": ("rms_norm", "vllm-fl-flaggems"),

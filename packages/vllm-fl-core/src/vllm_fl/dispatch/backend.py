@@ -77,6 +77,8 @@ class Backend:
             names that torch.profiler shows -> (what the kernel computes, where it comes from). A
             glob that starts with ``triton:`` is matched against the module of a Triton kernel. An
             empty first text stands for the kernel's own name. The longest matching glob counts.
+        packages: distributions beside the wheel whose versions decide about speed: a tuned
+            configuration is for the versions that it was measured on.
     """
 
     name: ClassVar[str]
@@ -87,6 +89,7 @@ class Backend:
     device: ClassVar[Device | None] = None
     known_failures: ClassVar[Mapping[str, str]] = {}
     kernels: ClassVar[Mapping[str, tuple[str, str]]] = {}
+    packages: ClassVar[tuple[str, ...]] = ()
 
     def is_available(self) -> object:
         """Whether the backend's operators can run here: a bool, a Decision, or why not as text."""

@@ -33,7 +33,7 @@ FIELDS: Mapping[str, tuple[type[Any], str]] = {
 }
 """Keys of the block, all required: type and meaning."""
 
-_PACKAGES = ("vllm", "torch", "triton", "flag-gems", "torch-npu", "vllm-fl-core")
+_PACKAGES = ("vllm", "torch", "triton", "vllm-fl-core")
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,15 @@ def check(block: Any, source: str) -> dict[str, Any]:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of what decides about speed, and of every backend's wheel."""
+    records = discovery.get_discovered_plugins()
+    named = [name for record in records if record.backend for name in record.backend.packages]
     found = {}
-    for name in _PACKAGES:
+    for name in (*_PACKAGES, *named):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             continue
-    for record in discovery.get_discovered_plugins():
-        if record.distribution:
-            found[record.distribution] = record.version
-    return found
+    return found | {r.distribution: r.version for r in records if r.distribution}
 
 
 def is_for(block: Mapping[str, Any], facts: Facts) -> bool:

@@ -11,6 +11,8 @@ from machine import make_machine
 
 from vllm_fl_ascend.backend import AscendBackend
 
+EVERY = 7  # of a check's cases each seventh; 1 runs all, in some minutes
+
 
 def test_the_conformance_kit_passes(tmp_path):
     """Values, strides, guarded memory, tracing, and attention step by step."""
@@ -18,7 +20,7 @@ def test_the_conformance_kit_passes(tmp_path):
         [
             sys.executable, "-P", "-m", "pytest", "-q", "-c", "/dev/null", f"--rootdir={tmp_path}",
             "-p", "no:cacheprovider", "-p", "vllm_fl.testing.plugin", "--pyargs",
-            "vllm_fl.testing", "--fl-backend=ascend",
+            "vllm_fl.testing", "--fl-backend=ascend", f"--fl-every={EVERY}",
         ],
         env={
             **os.environ, **make_machine(tmp_path), "OMP_NUM_THREADS": "1",
@@ -29,7 +31,7 @@ def test_the_conformance_kit_passes(tmp_path):
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-5000:]
-    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 2400
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 2400 / EVERY
     for op in AscendBackend.operators:
         (passed,) = re.findall(rf"^{op} +(\d+) +0 ", done.stdout, re.MULTILINE)
-        assert int(passed) >= 10, op
+        assert int(passed) >= 5, op

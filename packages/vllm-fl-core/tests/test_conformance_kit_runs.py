@@ -174,6 +174,13 @@ def test_pytest_runs_the_kit_with_its_own_options(acme, wheels, monkeypatch, tmp
     done = pytest_process(wheels, *options, "--fl-backend=acme", "--fl-device=cpu")
     assert done.returncode == 0, done.stdout
     assert "vllm-fl conformance" in done.stdout
+    every = int(re.search(r"(\d+) passed", done.stdout)[1])
+    named = (*options, "--fl-backend=acme", "--fl-device=cpu")
+    done = pytest_process(wheels, *named, "--fl-every=7")
+    sample = int(re.search(r"(\d+) passed", done.stdout)[1])
+    assert 1 <= sample < every / 6
+    done = pytest_process(wheels, *named, "--fl-every=0")
+    assert "each 0-th case cannot be run" in done.stdout + done.stderr
     done = pytest_process(wheels, *options)
     assert done.returncode != 0
     assert "Name the backend: pytest -p vllm_fl.testing.plugin" in done.stdout + done.stderr

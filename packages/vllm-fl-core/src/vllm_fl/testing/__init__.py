@@ -7,7 +7,8 @@ On the command line, with a table at the end::
 
     vllm-fl verify NAME [--device cuda] [-k EXPRESSION] [--json]
 
-With pytest and all its options (``-p`` makes ``--fl-backend`` and ``--fl-device`` known)::
+With pytest and all its options (``-p`` makes ``--fl-backend``, ``--fl-device`` and ``--fl-every``,
+which runs a sample, known)::
 
     pytest -p vllm_fl.testing.plugin --pyargs vllm_fl.testing --fl-backend=NAME
 

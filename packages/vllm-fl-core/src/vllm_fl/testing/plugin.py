@@ -20,6 +20,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("vllm-fl", "conformance of a vllm-fl backend")
     group.addoption("--fl-backend", metavar="NAME", help="backend or implementation to verify")
     group.addoption("--fl-device", metavar="DEVICE", help="torch device, e.g. cuda")
+    group.addoption(
+        "--fl-every", metavar="N", type=int, default=1, help="run each N-th of a check's cases"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest  # type: ignore[import-not-found]
 import torch
 
+from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.testing.case import Case, NotApplicable, Notes, Subject
 from vllm_fl.testing.operators import all_cases
 from vllm_fl.testing.target import Target, find_target
@@ -65,6 +66,29 @@ def parameters(target: Target) -> list[Any]:
             else [pytest.mark.xfail(reason=item.exclusion, strict=True)],
         )
         for item in found
+    ]
+
+
+def sample(found: list[Any], every: int) -> list[Any]:
+    """Return of each check's cases each ``every``-th, starting with another one for each check.
+
+    Args:
+        found: what :func:`parameters` returns.
+        every: a number that no number of dtypes or shapes has as a factor, so that all occur.
+
+    Raises:
+        ConfigError: it is less than 1.
+    """
+    if every < 1:
+        raise ConfigError(f"each {every}-th case cannot be run: give a number from 1 on.")
+    checks: dict[tuple[str, str], list[Any]] = {}
+    for parameter in found:
+        case = parameter.values[0].case
+        checks.setdefault((case.op_name, case.check), []).append(parameter)
+    return [
+        parameter
+        for number, cases in enumerate(checks.values())
+        for parameter in cases[number % min(every, len(cases)) :: every]
     ]
 
 

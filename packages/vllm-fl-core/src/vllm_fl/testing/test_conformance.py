@@ -24,7 +24,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.UsageError(HOW)
     try:
         target = find_target(name, metafunc.config.getoption("--fl-device"))
-        metafunc.parametrize("item", suite.parameters(target))
+        every = metafunc.config.getoption("--fl-every")
+        metafunc.parametrize("item", suite.sample(suite.parameters(target), every))
     except VllmFLError as error:
         raise pytest.UsageError(str(error)) from error
 

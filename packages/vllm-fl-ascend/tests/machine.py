@@ -26,6 +26,7 @@ def make_machine(
     npus: int = 2,
     cann: bool = True,
     libraries: bool = True,
+    driver_library: bool = True,
 ) -> dict[str, str]:
     """Make the files; return the environment of a process on that machine.
 
@@ -36,6 +37,7 @@ def make_machine(
         npus: how many NPUs there are.
         cann: whether CANN is installed.
         libraries: whether its ``set_env.sh`` was sourced.
+        driver_library: whether the driver's libraries are there.
     """
     site, root = folder / "site", folder / "root"
     for path in (site, root / "dev"):
@@ -52,6 +54,9 @@ def make_machine(
         (root / "dev" / f"davinci{number}").touch()
     driver = root / "usr/local/Ascend/driver"
     driver.mkdir(parents=True)
+    if driver_library:
+        (driver / "lib64/driver").mkdir(parents=True)
+        (driver / "lib64/driver/libascend_hal.so").touch()
     (driver / "version.info").write_text("Version=25.2.0\npackage_version=25.2.0\n")
     paths = [str(HERE), str(site)] + ([str(EMULATOR)] if package else [])
     environ = {ROOT_VARIABLE: str(root), "PYTHONPATH": os.pathsep.join(paths)}

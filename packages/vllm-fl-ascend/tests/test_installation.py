@@ -52,6 +52,7 @@ def test_a_complete_machine(tmp_path, monkeypatch):
         ({"torch_npu": "2.9.1.post3"}, "torch_npu 2.9.1.post3 is made for torch 2.9"),
         ({"cann": False}, "CANN is missing: it is not in /usr/local/Ascend"),
         ({"libraries": False}, "CANN's libraries are not on LD_LIBRARY_PATH (libhccl.so"),
+        ({"driver_library": False}, "the driver's libascend_hal.so is not found: install the"),
     ],
 )
 def test_what_is_missing_is_told(tmp_path, monkeypatch, machine, reason):
@@ -94,6 +95,55 @@ def test_what_the_environment_names_goes_before_the_usual_folders(tmp_path, monk
     (home / "aarch64-linux" / "ascend_toolkit_install.info").write_text("version=8.3.RC1\n")
     monkeypatch.setenv("ASCEND_HOME_PATH", str(home))
     assert installation.versions()["CANN"] == "8.3.RC1"
+
+
+def test_libraries_that_the_linker_is_told_of_elsewhere(tmp_path, monkeypatch):
+    use_machine(make_machine(tmp_path, libraries=False, driver_library=False), monkeypatch)
+    folder = tmp_path / "root/opt/npu"
+    folder.mkdir(parents=True)
+    for name in ("libhccl.so", "libascend_hal.so"):
+        (folder / name).touch()
+    conf = tmp_path / "root/etc/ld.so.conf.d/npu.conf"
+    conf.parent.mkdir(parents=True)
+    conf.write_text("# of the driver\n/opt/npu\n")
+    assert installation.detect()
+
+
+CLI = "import sys; from vllm_fl.cli import main; sys.exit(main())"
+BROKEN = 'raise ImportError("libascend_hal.so: cannot open shared object file")'
+
+
+def test_a_torch_npu_that_cannot_be_imported(tmp_path):
+    """Its entry point lets every import of torch fail; what needs no torch answers."""
+    environ = make_machine(tmp_path, package=False, driver_library=False)
+    site = tmp_path / "site"
+    (site / "torch_npu").mkdir()
+    (site / "torch_npu/__init__.py").write_text(BROKEN)
+    (info,) = site.glob("*.dist-info")
+    (info / "entry_points.txt").write_text("[torch.backends]\ntorch_npu = torch_npu:_autoload\n")
+
+    def command(*arguments, **more):
+        return subprocess.run(
+            [sys.executable, "-P", "-c", CLI, *arguments],
+            env={**os.environ, **environ, "VLLM_FL_PLUGIN_MODULES": "ascend_on_cpu", **more},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    reason = "the driver's libascend_hal.so is not found"
+    listed = command("list")
+    assert f"The device cpu is not used: {reason}" in listed.stdout, listed.stderr
+    assert reason in command("explain", "silu_and_mul").stdout
+    call = ("explain", "silu_and_mul", "--args", "x=float16[4,8]")
+    for arguments in (call, ("verify", "ascend")):
+        done = command(*arguments)
+        assert done.returncode == 1
+        assert done.stderr.startswith("vllm-fl: torch cannot be imported: Failed to load")
+        assert done.stderr.rstrip().endswith("libascend_hal.so: cannot open shared object file")
+    assert "reference.torch" in command(*call, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout
+    done = command("verify", "ascend", TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert reason in done.stderr
 
 
 def test_this_machine():

@@ -25,13 +25,15 @@ ROOT = Path("/")
 
 _CANN = ("usr/local/Ascend/cann", "usr/local/Ascend/ascend-toolkit/latest")
 _DRIVER = "usr/local/Ascend/driver/version.info"
-_LIBRARY = "libhccl.so"  # the first library of CANN that torch_npu misses when it is imported
+_DRIVER_LIBRARIES = ("usr/local/Ascend/driver/lib64/driver", "usr/lib64", "usr/lib")
+# The first libraries of the driver and of CANN that torch_npu misses when it is imported.
+_DRIVER_LIBRARY, _LIBRARY = "libascend_hal.so", "libhccl.so"
 _VERSION_LINE = re.compile(r"^\s*version\s*=\s*(\S+)", re.IGNORECASE | re.MULTILINE)
 
 
 def detect() -> Decision:
     """Whether vLLM and torch can use an NPU here, and why not."""
-    for check in (_check_device, _check_torch_npu, _check_cann):
+    for check in (_check_device, _check_torch_npu, _check_cann, _check_driver):
         decision = check()
         if not decision:
             return decision
@@ -118,13 +120,35 @@ def _check_cann() -> Decision:
     if home is None:
         where = f"{named[0]} is no folder" if named else "it is not in /usr/local/Ascend"
         return Decision.no(f"CANN is missing: {where}. Install it and source its set_env.sh")
-    libraries = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
-    if not any((Path(folder) / _LIBRARY).is_file() for folder in libraries if folder):
+    if not _is_in(_LIBRARY, _library_path()):
         return Decision.no(
             f"CANN's libraries are not on LD_LIBRARY_PATH ({_LIBRARY} is not found): "
             f"source {home}/set_env.sh"
         )
     return YES
+
+
+def _check_driver() -> Decision:
+    if _is_in(_DRIVER_LIBRARY, _library_path(), [ROOT / path for path in _DRIVER_LIBRARIES]):
+        return YES
+    return Decision.no(
+        f"the driver's {_DRIVER_LIBRARY} is not found: install the driver, or mount "
+        f"/{_DRIVER.rpartition('/')[0]} into the container"
+    )
+
+
+def _library_path() -> list[Path]:
+    """Return the folders that the dynamic linker looks into before the system's."""
+    configured = sorted((ROOT / "etc/ld.so.conf.d").glob("*.conf"))
+    named = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    lines = [line for file in configured for line in file.read_text().splitlines()]
+    return [Path(name) for name in named if name] + [
+        ROOT / line.strip().lstrip("/") for line in lines if line.startswith("/")
+    ]
+
+
+def _is_in(library: str, *folders: list[Path]) -> bool:
+    return any((folder / library).is_file() for group in folders for folder in group)
 
 
 def _version_in(path: Path) -> str | None:

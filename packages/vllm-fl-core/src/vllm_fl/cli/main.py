@@ -38,6 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (VllmFLError, OSError) as error:
         print(f"vllm-fl: {error}", file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        if "torch" in sys.modules:
+            raise
+        # torch's import failed: it loads the extensions of devices that are installed.
+        print(f"vllm-fl: torch cannot be imported: {error} {error.__cause__}", file=sys.stderr)
+        return 1
     return status
 
 
@@ -92,7 +98,8 @@ def _list(arguments: argparse.Namespace) -> str:
     manager = get_default_manager()
     manager.ensure_initialized()
     found = backends()
-    chosen = current_device().backend
+    choice = current_device()
+    chosen = choice.backend
     operators = {
         op: [impl.impl_id for impl in manager.registry.get_implementations(op)] for op in CATALOGUE
     }
@@ -107,9 +114,15 @@ def _list(arguments: argparse.Namespace) -> str:
         ]
         for row in found
     ]
+    names = {row["name"]: row["device"] for row in found}
+    refused = [
+        f"The device {names[name]} is not used: {decision.reason}"
+        for name, decision in choice.claims.items()
+        if not decision
+    ]
     return "\n\n".join(
         (
-            table(["backend", "wheel", "usable", "device"], rows),
+            "\n".join((table(["backend", "wheel", "usable", "device"], rows), *refused)),
             table(
                 ["operator", "implementations"],
                 [[op, ", ".join(impls) or "none"] for op, impls in operators.items()],

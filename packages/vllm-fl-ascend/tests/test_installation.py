@@ -200,6 +200,28 @@ def test_a_machine_without_npus_is_not_disturbed(tmp_path):
     assert "there is no NPU" in reason
 
 
+def test_explain_asks_about_shapes(tmp_path):
+    """Its tensors are on no device; neither is that a reason to decline them."""
+    code = """
+        import json
+        from vllm_fl.cli.arguments import parse_call
+        from vllm_fl.dispatch.default import get_default_manager
+        from vllm_fl.dispatch.ops import get_spec
+        from vllm_fl.dispatch.report import explain
+        def ask(weight):
+            call = parse_call(get_spec("rms_norm"), [
+                "x=bfloat16[8,4096]", "residual=None", f"weight={weight}[4096]", "epsilon=1e-6"])
+            report = explain(get_default_manager(), "rms_norm", call)
+            return [(r["impl_id"], r["decision"], r["reason"]) for r in report["implementations"]]
+        print(json.dumps([ask("bfloat16"), ask("float32")]))
+    """
+    environ = {**make_machine(tmp_path), "VLLM_FL_PLUGIN_MODULES": "ascend_on_cpu"}
+    taken, declined = ask(environ, code)
+    assert ["vendor.ascend", "chosen", ""] in taken
+    reason = "x is torch.bfloat16 and the weight torch.float32"
+    assert ["vendor.ascend", "refused", reason] in declined
+
+
 def test_the_defaults_file_has_reasons():
     defaults = AscendBackend.device.defaults
     config = load(defaults, environ={})

@@ -12,5 +12,5 @@ DEVICE = "npu"
 
 
 def is_elsewhere(*tensors: Tensor | None) -> bool:
-    """Whether any of the tensors is not on an NPU."""
-    return any(x is not None and x.device.type != DEVICE for x in tensors)
+    """Whether any of the tensors is on another device; those of `vllm-fl explain` are on none."""
+    return any(x is not None and x.device.type not in (DEVICE, "meta") for x in tensors)

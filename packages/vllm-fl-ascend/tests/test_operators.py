@@ -181,6 +181,16 @@ CACHE = normal(1, 2, 16, 2, 8)
     [
         (lambda: activation.silu_and_mul_supports(normal(0, *[1] * 9)), "9 dimensions"),
         (lambda: activation.silu_and_mul_supports(normal(0, 0, 8)), "x is empty"),
+        (lambda: activation.silu_and_mul_supports(normal(0, 2, 7)), "7 columns"),
+        (lambda: norm.rms_norm_supports(
+            normal(0, 2, 8), None, normal(0, 7), 1e-5), "the weight the shape [7]"),
+        (lambda: norm.rms_norm_supports(
+            normal(0, 2, 8), normal(0, 1, 8), normal(0, 8), 1e-5), "the residual [1, 8]"),
+        (lambda: routing.grouped_topk_supports(SCORES, 0, 1, 2, True, 1.0, None, 1), "0 equal"),
+        (lambda: routing.grouped_topk_supports(
+            SCORES, 4, 2, 2, True, 1.0, SCORES[0, :8], 1), "the bias has the shape [8]"),
+        (lambda: rotary.rotary_embedding_supports(
+            **rotary_call(query=normal(2, 3, 256))), "2 and 3 dimensions, not 3"),
         (lambda: activation.gelu_and_mul_supports(normal(0, 2, 8), "fast"), "approximate='fast'"),
         (lambda: norm.rms_norm_supports(normal(0, 8), None, normal(0, 8), 1e-5), "1 dimensions"),
         (lambda: norm.rms_norm_supports(

@@ -28,13 +28,15 @@ def gelu_and_mul(x: Tensor, approximate: str = "none") -> Tensor:
 
 
 def silu_and_mul_supports(x: Tensor) -> bool | str:
-    """Whether ``npu_swiglu`` takes ``x``: 1 to 8 dimensions."""
+    """Whether ``npu_swiglu`` takes ``x``: 1 to 8 dimensions, the last one of two halves."""
     if is_elsewhere(x):
         return "x is not on an NPU"
     if not 1 <= x.dim() <= _MAX_DIMS:
         return f"x has {x.dim()} dimensions, not 1 to {_MAX_DIMS}"
     if x.numel() == 0:
         return "x is empty"
+    if x.shape[-1] % 2:
+        return f"{x.shape[-1]} columns are not two halves"
     return True
 
 

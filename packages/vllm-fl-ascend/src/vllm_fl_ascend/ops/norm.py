@@ -50,8 +50,12 @@ def rms_norm_supports(
         return "x is empty"
     if weight.dtype != x.dtype:
         return f"x is {x.dtype} and the weight {weight.dtype}"
+    if weight.shape != x.shape[-1:]:
+        return f"x has {x.shape[-1]} columns and the weight the shape {list(weight.shape)}"
     if residual is not None and residual.dtype != x.dtype:
         return f"x is {x.dtype} and the residual {residual.dtype}"
+    if residual is not None and residual.shape != x.shape:
+        return f"x has the shape {list(x.shape)} and the residual {list(residual.shape)}"
     return True
 
 

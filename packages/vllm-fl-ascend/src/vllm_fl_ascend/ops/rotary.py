@@ -70,6 +70,8 @@ def rotary_embedding_supports(
         return "query, key, cache or positions are not on an NPU"
     if key is None:
         return "npu_mrope rotates a query and a key; there is no key"
+    if query.dim() != 3 or key.dim() != 3:
+        return f"query and key have {query.dim()} and {key.dim()} dimensions, not 3"
     if query.shape[0] == 0:
         return "there are no tokens"
     if key.dtype != query.dtype or key.shape[2] != query.shape[2]:

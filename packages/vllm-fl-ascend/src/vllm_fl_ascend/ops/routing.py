@@ -109,9 +109,11 @@ def grouped_topk_supports(
         return "npu_moe_gating_top_k always divides sigmoid scores by their sum"
     if scores.shape[0] == 0:
         return "there are no tokens"
-    size, rest = divmod(scores.shape[1], n_group)
-    if rest or size <= 2:
+    size, rest = divmod(scores.shape[1], max(n_group, 1))
+    if n_group < 1 or rest or size <= 2:
         return f"{scores.shape[1]} experts do not make {n_group} equal groups of more than two"
+    if bias is not None and bias.shape != scores.shape[1:]:
+        return f"the bias has the shape {list(bias.shape)}, there are {scores.shape[1]} experts"
     if -(-size // _GROUP_UNIT) * _GROUP_UNIT * n_group > _MAX_EXPERTS:
         return f"{n_group} groups of {size} experts are more than {_MAX_EXPERTS} when padded"
     if not (1 <= topk_group <= n_group and 1 <= topk <= topk_group * size):

@@ -1,9 +1,10 @@
-"""Run prompts in stock vLLM, in a process of its own: a JSON job on the command line.
+"""Run prompts in stock vLLM, in a process of its own, one engine after the other.
 
-Job: {"engine": arguments of LLM, "batches": [[token ids, ...], ...], "new_tokens": n}. The last
-line of the output: {"tokens": for each batch, each prompt's, "cached": of each prompt, the tokens
-whose keys were cached, "calls": "operator implementation" -> calls, "attention": states of the
-Ascend attention's steps -> how often, "platform": its class}.
+On the command line a JSON list of jobs: {"engine": arguments of LLM, "batches": [[token ids, ...],
+...], "new_tokens": n}. The last line of the output is "RESULT" and a list, for each job: {"tokens":
+for each batch, each prompt's, "cached": of each prompt, the tokens whose keys were cached, "calls":
+"operator implementation" -> calls, "attention": states of the Ascend attention's steps -> how
+often, "platform": its class}.
 """
 
 from __future__ import annotations
@@ -35,13 +36,20 @@ def states(worker: Any) -> dict[str, int]:
     return dict(worker.attention_states)
 
 
-def main() -> None:
-    job = json.loads(sys.argv[1])
+def calls(llm: Any) -> Counter[str]:
+    """The calls in this process so far, those of earlier engines among them."""
+    rows = llm.collective_rpc("fl_operator_table")[0]
+    return Counter({f"{row['op']} {row['implementation']}": row["calls"] for row in rows})
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
+    from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.platforms import current_platform
 
     llm = LLM(**job["engine"])
     llm.collective_rpc("fl_count_calls")
+    before = calls(llm)
     llm.collective_rpc(count_states)
     sampling = SamplingParams(
         temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False
@@ -55,14 +63,17 @@ def main() -> None:
     result = {
         "tokens": tokens,
         "cached": cached,
-        "calls": {
-            f"{row['op']} {row['implementation']}": row["calls"]
-            for row in llm.collective_rpc("fl_operator_table")[0]
-        },
+        "calls": calls(llm) - before,
         "attention": llm.collective_rpc(states)[0],
         "platform": f"{type(current_platform).__module__}.{type(current_platform).__name__}",
     }
-    print("RESULT" + json.dumps(result))
+    llm.llm_engine.engine_core.shutdown()
+    cleanup_dist_env_and_memory()
+    return result
+
+
+def main() -> None:
+    print("RESULT" + json.dumps([run(job) for job in json.loads(sys.argv[1])]))
 
 
 if __name__ == "__main__":

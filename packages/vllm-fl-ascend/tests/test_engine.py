@@ -20,7 +20,7 @@ MODELS = {
     "tiny": LAYERS,
     "mistral": LAYERS,
     "glm4_moe": LAYERS | {"grouped_topk", "fused_experts"},
-    "qwen3_moe": LAYERS | {"topk_softmax", "fused_experts"},
+    "qwen3_moe": {"rms_norm", "rotary_embedding", "topk_softmax", "fused_experts"},
 }
 
 

@@ -11,7 +11,7 @@ from machine import make_machine
 
 from vllm_fl_ascend.backend import AscendBackend
 
-EVERY = 7  # of a check's cases each seventh; 1 runs all, in some minutes
+EVERY = 5  # of a check's cases each fifth; `vllm-fl verify ascend` runs all, which takes minutes
 
 
 def test_the_conformance_kit_passes(tmp_path):
@@ -34,4 +34,5 @@ def test_the_conformance_kit_passes(tmp_path):
     assert int(re.search(r"(\d+) passed", done.stdout)[1]) > 2400 / EVERY
     for op in AscendBackend.operators:
         (passed,) = re.findall(rf"^{op} +(\d+) +0 ", done.stdout, re.MULTILINE)
-        assert int(passed) >= 5, op
+        # Most caches of the kit are strided, which is declined; test_operators.py has others.
+        assert int(passed) >= (2 if op == "reshape_and_cache_flash" else 5), done.stdout[-5000:]

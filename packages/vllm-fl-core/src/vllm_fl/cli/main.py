@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from vllm_fl.cli import autotune, profile, verify
+from vllm_fl.cli import autotune, new_backend, profile, verify
 from vllm_fl.cli.arguments import parse_call
 from vllm_fl.cli.tables import key_values, table
 from vllm_fl.dispatch.config import BUILT_IN, json_schema
@@ -89,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     configured.add_argument("--schema", action="store_true", help="print the JSON Schema")
     report("doctor", _doctor, "Print versions, wheels, configuration and faults, for a report.")
     verify.add_arguments(command("verify", verify.run, verify.DESCRIPTION))
+    new_backend.add_arguments(report("new-backend", new_backend.run, new_backend.DESCRIPTION))
     profile.add_arguments(command("profile", profile.run, profile.DESCRIPTION))
     autotune.add_arguments(command("autotune", autotune.run, autotune.DESCRIPTION))
     return parser

@@ -1,0 +1,1 @@
+"""The wheel project of a new backend, written from templates."""

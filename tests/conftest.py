@@ -8,11 +8,15 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from overlay import Overlay
+
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # for the modules beside the tests
 TINY_MODEL = HERE.parent / "examples" / "tiny-qwen3"
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "detokenize": False}
 ENGINE = {
@@ -131,3 +135,11 @@ def plugin(tmp_path) -> Callable[[str], dict[str, str]]:
         return {"PYTHONPATH": str(tmp_path), "VLLM_FL_PLUGIN_MODULES": "plug"}
 
     return write
+
+
+@pytest.fixture
+def overlay(tmp_path) -> Overlay:
+    """An environment of the test's own, to install wheels into."""
+    from overlay import Overlay
+
+    return Overlay(tmp_path / "env")

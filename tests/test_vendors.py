@@ -1,0 +1,109 @@
+"""A vendor's first hour, from the template and in the three written steps, up to vLLM."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from overlay import ROOT, build_wheel
+
+BOLT = Path(__file__).parent / "vendors" / "bolt"
+FEW = "(values or refusal or contract) and not attention"
+ACME_OPERATORS = ("silu_and_mul", "rms_norm", "rotary_embedding")
+
+
+def verified(report: dict) -> set[str]:
+    """Return the operators of a report in which everything passed."""
+    assert report["passed"], report["failures"]
+    assert all(row["passed"] > 10 and not row["failed"] for row in report["operators"].values())
+    return set(report["operators"])
+
+
+def test_from_the_template_to_vllm(overlay, tmp_path):
+    project = tmp_path / "acme"
+    options = ("--import-name", "vllm_fl_acme", "--with-attention", "--with-platform")
+    overlay.fl("new-backend", "acme", *options, "--out", project)
+    overlay.install(build_wheel(project))
+
+    row = overlay.backends()["acme"]
+    assert (row["wheel"], row["usable"], row["device"]) == ("vllm-fl-acme 0.1.0", True, "cpu")
+    operators = verified(overlay.fl("verify", "acme", "-k", FEW))
+    assert operators == {*ACME_OPERATORS, "gelu_and_mul"}
+    chosen = overlay.decisions("rms_norm", VLLM_FL_PER_OP="rms_norm=vendor:acme")
+    assert chosen["vendor.acme"] == ("vllm-fl-acme 0.1.0", "chosen")
+
+    # The platform is the wheel's, and its acme.yaml puts the vendor first.
+    example = ROOT / "examples" / "offline_inference.py"
+    arguments = (example, "--max-tokens", "8", "--prompt", "The with statement")
+    done = overlay.run(*arguments, VLLM_FL_PLATFORM="acme", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "8 tokens in" in done.stdout
+    assert "vllm_fl_acme.attention.AcmeAttentionBackend" in done.stdout + done.stderr
+    table = [line.split() for line in done.stdout.splitlines()]
+    calls = {row[0]: row for row in table if row[1:3] == ["vendor.acme", "vllm-fl-acme"]}
+    assert all(int(calls[op][4]) > 0 for op in ACME_OPERATORS)
+
+
+def test_a_template_without_options_is_a_wheel_of_operators(overlay, tmp_path):
+    overlay.fl("new-backend", "grace-x", "--out", tmp_path / "new")
+    overlay.install(build_wheel(tmp_path / "new"))
+    assert overlay.backends()["grace-x"]["device"] is None
+    settings = tmp_path / "new" / "src" / "vllm_fl_grace_x" / "grace-x.yaml"
+    chosen = overlay.decisions("rms_norm", VLLM_FL_CONFIG=str(settings))
+    assert chosen["vendor.grace-x"] == ("vllm-fl-grace-x 0.1.0", "chosen")
+    done = overlay.run("-m", "pytest", "-q", "-k", "test_backend or rounding", tmp_path / "new")
+    assert done.returncode == 0, done.stdout
+
+
+def test_three_written_steps_from_an_entry_point(overlay, tmp_path):
+    project = shutil.copytree(BOLT, tmp_path / "bolt")
+    overlay.install(build_wheel(project))
+    assert overlay.backends()["bolt"]["usable"]
+    assert verified(overlay.fl("verify", "bolt", "-k", FEW)) == {"silu_and_mul", "rms_norm"}
+    chosen = overlay.decisions("silu_and_mul", VLLM_FL_PER_OP="silu_and_mul=vendor:bolt")
+    assert chosen["vendor.bolt"] == ("vllm-fl-bolt 0.3.0", "chosen")
+
+
+@pytest.mark.parametrize("value", ["vllm_fl_bolt.register_ops", "vllm_fl_bolt.bolt:BoltBackend"])
+def test_three_written_steps_from_a_named_module(overlay, value):
+    env = {"PYTHONPATH": str(BOLT), "VLLM_FL_PLUGIN_MODULES": value, "VLLM_FL_PREFER": "vendor"}
+    chosen = overlay.decisions("silu_and_mul", **env)
+    assert chosen["vendor.bolt"] == ("", "chosen")
+
+
+def test_three_written_steps_in_vllm(vllm, tiny_model, prompts, expected):
+    env = {"PYTHONPATH": str(BOLT), "VLLM_FL_PLUGIN_MODULES": "vllm_fl_bolt.register_ops"}
+    env["VLLM_FL_PREFER"] = "vendor"
+    result = vllm(tiny_model, prompts[:4], new_tokens=16, env=env)
+    tokens = [output["tokens"] for output in result["outputs"][0]]
+    assert tokens == [row[:16] for row in expected[:4]]
+    rows = {row["op"]: row for row in result["operators"][0] if row["chosen"]}
+    for op in ("silu_and_mul", "rms_norm"):
+        assert rows[op]["implementation"] == "vendor.bolt"
+        assert rows[op]["calls"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["vendor"], "'vendor' cannot be a backend's name"),
+        (["Acme"], "'Acme' cannot be a backend's name"),
+        (["acme", "--import-name", "class"], "'class' cannot be the import name"),
+        (["acme", "--import-name", "json"], "'json' cannot be the import name"),
+        (["acme", "--import-name", "vllm-fl"], "'vllm-fl' cannot be the import name"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(overlay, tmp_path, arguments, message):
+    done = overlay.run("-m", "vllm_fl", "new-backend", *arguments, "--out", tmp_path / "new")
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_folder_that_holds_something_is_left_alone(overlay, tmp_path):
+    (tmp_path / "mine").write_text("mine")
+    done = overlay.run("-m", "vllm_fl", "new-backend", "acme", "--out", tmp_path)
+    assert done.returncode == 1
+    assert "is not an empty folder" in done.stderr
+    assert not (tmp_path / "pyproject.toml").exists()

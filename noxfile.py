@@ -1,11 +1,16 @@
-"""Sessions: demo, tests, lint, build, vllm, flaggems. Wheels are read from packages/*."""
+"""Sessions: demo, tests, lint, docs, build, release, and tests on other versions.
+
+The distributions are read from packages/*. Their wheels are built once in a run of nox.
+"""
 
 from __future__ import annotations
 
 import shutil
+import tempfile
 from pathlib import Path
 
 import nox
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent
 DIST = ROOT / "dist"
@@ -26,23 +31,29 @@ FLAG_GEMS = "5.0.2"
 # Oldest, what torch 2.13 pins, newest. The everyday environment has the newest, from vLLM.
 TRITON = ("3.6.0", "3.7.1", "3.9.0")
 
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")  # core runs on all of them
+
 nox.needs_version = ">=2025.5.1"
 nox.options.sessions = ["lint", "tests"]
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 
 
+_built: dict[str, Path] = {}
+
+
 def build_wheels(session: nox.Session) -> dict[str, Path]:
-    """Build every wheel into dist/ and return distribution -> file."""
-    shutil.rmtree(DIST, ignore_errors=True)
-    session.install("build", "hatchling")
-    for name in PACKAGES:
-        session.run(
-            "python", "-m", "build", "--wheel", "--no-isolation", "--outdir", str(DIST),
-            str(ROOT / "packages" / name), silent=True,
-        )  # fmt: skip
-    stems = {name: name.replace("-", "_") for name in PACKAGES}
-    return {name: next(DIST.glob(f"{stem}-*.whl")) for name, stem in stems.items()}
+    """Build every source archive, and from it the wheel, into dist/; distribution -> wheel."""
+    if not _built:
+        shutil.rmtree(DIST, ignore_errors=True)
+        session.install("build", "hatchling")
+        for name in PACKAGES:
+            session.run(
+                "python", "-m", "build", "--no-isolation", "--outdir", str(DIST),
+                str(ROOT / "packages" / name), silent=True,
+            )  # fmt: skip
+            _built[name] = next(DIST.glob(f"{name.replace('-', '_')}-*.whl"))
+    return _built
 
 
 def install_wheels(session: nox.Session, *names: str) -> None:
@@ -88,13 +99,13 @@ def install_flag_gems(session: nox.Session) -> None:
 
 
 def run_pytest(session: nox.Session, *paths: str) -> None:
-    """Run pytest on the installed wheels: the source tree is not on the path.
+    """Run pytest on the installed wheels; as a script it leaves the source tree off the path.
 
     Files of tests run side by side, each on one thread: threads of OpenMP that wait for each other
     on a busy machine make small operators a hundred times slower.
     """
     session.run(
-        "python", "-P", "-m", "pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile",
+        "pytest", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile",
         *paths, *session.posargs,
         env={
             "PYTHONPATH": "", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -150,6 +161,32 @@ def flaggems(session: nox.Session, triton: str, gems: bool) -> None:
     run_pytest(session, tests, f"--ignore={tests}/test_vllm.py")
 
 
+@nox.session(python=PYTHONS)
+def core(session: nox.Session) -> None:
+    """Test core and its command line, without torch and vLLM, on each version of Python."""
+    session.install("--group=test")
+    install_wheels(session, CORE, REFERENCE)
+    run_pytest(session, f"packages/{CORE}/tests", "tests/test_third_party.py")
+
+
+@nox.session(python=PYTHONS[0])
+def minimums(session: nox.Session) -> None:
+    """Test core with the oldest of everything that it may be installed with."""
+    project = nox.project.load_toml(ROOT / "packages" / CORE / "pyproject.toml")["project"]
+    extras = project["optional-dependencies"].values()
+    session.install("--group=test")
+    install_wheels(session, CORE, REFERENCE)
+    session.install(*map(oldest, [*project["dependencies"], *(r for e in extras for r in e)]))
+    run_pytest(session, f"packages/{CORE}/tests", "tests/test_third_party.py")
+
+
+def oldest(requirement: str) -> str:
+    """Return a requirement of exactly the lower bound of another."""
+    wanted = Requirement(requirement)
+    (bound,) = (clause.version for clause in wanted.specifier if clause.operator == ">=")
+    return f"{wanted.name}=={bound}"
+
+
 @nox.session(python=EVERYDAY_PYTHON)
 def lint(session: nox.Session) -> None:
     """Check style, types and generated files."""
@@ -160,6 +197,18 @@ def lint(session: nox.Session) -> None:
         session.run("mypy", f"packages/{name}/src")
     session.install("--no-deps", "packages/vllm-fl-core")
     session.run("python", "tools/generate_docs.py", "--check")
+    check_new_projects(session)
+
+
+def check_new_projects(session: nox.Session) -> None:
+    """Check style and types of what ``vllm-fl new-backend`` writes."""
+    with tempfile.TemporaryDirectory() as folder:
+        for number, options in enumerate(([], ["--with-attention", "--with-platform"])):
+            out = f"{folder}/{number}"
+            session.run("vllm-fl", "new-backend", "acme", *options, "--out", out, silent=True)
+            session.run("ruff", "check", out)
+            session.run("ruff", "format", "--check", out)
+            session.run("mypy", "--config-file", "pyproject.toml", f"{out}/src")
 
 
 @nox.session(python=EVERYDAY_PYTHON)
@@ -167,3 +216,14 @@ def build(session: nox.Session) -> None:
     """Build every wheel into dist/."""
     for wheel in build_wheels(session).values():
         session.log("built %s", wheel.relative_to(ROOT))
+
+
+@nox.session(python=EVERYDAY_PYTHON)
+def release(session: nox.Session) -> None:
+    """Build what would be published, check it, and then test those very wheels."""
+    build_wheels(session)
+    session.install("twine", "packaging")
+    session.run("python", "tools/check_wheels.py", str(DIST))
+    session.run("twine", "check", "--strict", *map(str, sorted(DIST.iterdir())))
+    for name in ("tests", "core", "minimums", "vllm"):
+        session.notify(name)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 def build_wheel(project: Path) -> Path:
     """Build a project's wheel into its dist/ folder."""
-    _run(sys.executable, "-P", "-m", "hatchling", "build", "-t", "wheel", cwd=project)
+    _run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", cwd=project)
     (wheel,) = project.glob("dist/*.whl")
     return wheel
 

@@ -227,3 +227,10 @@ def release(session: nox.Session) -> None:
     session.run("twine", "check", "--strict", *map(str, sorted(DIST.iterdir())))
     for name in ("tests", "core", "minimums", "vllm"):
         session.notify(name)
+
+
+@nox.session(python=EVERYDAY_PYTHON)
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/; no page may need another site or a missing page."""
+    session.install("--group=docs")
+    session.run("mkdocs", "build", "--strict", *session.posargs)

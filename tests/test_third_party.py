@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 from overlay import build_wheel, write_project
 
@@ -123,6 +125,7 @@ def test_an_editable_install(overlay, project):
     assert called(overlay.run("-c", GELU, VLLM_FL_PREFER="vendor")) == '["edited", "", 3]'
 
 
+@pytest.mark.skipif(not find_spec("vllm"), reason="without vLLM there is no platform")
 def test_two_vendors_claim_one_device(overlay, project):
     overlay.unpack(*(build_wheel(project(name, backend=DEVICE)) for name in ("acme", "bolt")))
     done = overlay.run("-c", PLATFORM)

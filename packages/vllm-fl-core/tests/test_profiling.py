@@ -6,6 +6,7 @@ import importlib
 import json
 import sys
 from html.parser import HTMLParser
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import given
@@ -202,6 +203,9 @@ def test_other_commands_take_no_arguments_of_vllm(capsys):
     assert "unrecognized arguments: --enforce-eager" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(
+    not (find_spec("torch") and find_spec("vllm")), reason="the command asks for them first"
+)
 def test_a_page_in_no_folder_is_refused_before_vllm_starts(capsys, tmp_path):
     assert main(["profile", "model", "--html", str(tmp_path / "none" / "page.html")]) == 1
     assert "there is no folder" in capsys.readouterr().err

@@ -5,6 +5,7 @@ The distributions are read from packages/*. Their wheels are built once in a run
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -233,4 +234,12 @@ def release(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation into site/; no page may need another site or a missing page."""
     session.install("--group=docs")
-    session.run("mkdocs", "build", "--strict", *session.posargs)
+    session.run(
+        "mkdocs", "build", "--strict", *session.posargs, env={"NO_MKDOCS_2_WARNING": "1"}
+    )  # fmt: skip
+    for page in ROOT.glob("site/**/*.html"):
+        fetched = re.findall(
+            r'<(?:script|img|link)[^>]*(?:src|href)="?https?:[^>]*>', page.read_text()
+        )
+        if fetched:
+            session.error(f"{page.relative_to(ROOT)} needs another site: {fetched}")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+BOLT = Path(__file__).parent / "vendors" / "bolt"
 VENDOR = """
 from vllm_fl.dispatch import BackendImplKind, BackendPriority, OpImpl
 
@@ -50,6 +53,15 @@ def test_a_vendor_s_operator_changes_the_output(vllm, tiny_model, few, right, pl
     assert list(ran(result)) == ["vendor.acme"]
     assert ran(result)["vendor.acme"] > 0
     assert list(ran(result, "rms_norm")) == ["reference.torch"]
+
+
+def test_a_vendor_s_wheel_in_three_written_steps(vllm, tiny_model, few, right):
+    env = {"PYTHONPATH": str(BOLT), "VLLM_FL_PLUGIN_MODULES": "vllm_fl_bolt.register_ops"}
+    result = run(vllm, tiny_model, few, env, VLLM_FL_PREFER="vendor")
+    assert generated(result) == right
+    for op in ("silu_and_mul", "rms_norm"):
+        assert list(ran(result, op)) == ["vendor.bolt"]
+        assert ran(result, op)["vendor.bolt"] > 0
 
 
 def test_denying_the_vendor_restores_it(vllm, tiny_model, few, right, plugin):

@@ -1,4 +1,7 @@
-"""A vendor's first hour, from the template and in the three written steps, up to vLLM."""
+"""A vendor's first hour, from the template up to vLLM and in the three written steps.
+
+The latter run in vLLM in test_dispatch_in_vllm.py.
+"""
 
 from __future__ import annotations
 
@@ -70,18 +73,6 @@ def test_three_written_steps_from_a_named_module(overlay, value):
     env = {"PYTHONPATH": str(BOLT), "VLLM_FL_PLUGIN_MODULES": value, "VLLM_FL_PREFER": "vendor"}
     chosen = overlay.decisions("silu_and_mul", **env)
     assert chosen["vendor.bolt"] == ("", "chosen")
-
-
-def test_three_written_steps_in_vllm(vllm, tiny_model, prompts, expected):
-    env = {"PYTHONPATH": str(BOLT), "VLLM_FL_PLUGIN_MODULES": "vllm_fl_bolt.register_ops"}
-    env["VLLM_FL_PREFER"] = "vendor"
-    result = vllm(tiny_model, prompts[:4], new_tokens=16, env=env)
-    tokens = [output["tokens"] for output in result["outputs"][0]]
-    assert tokens == [row[:16] for row in expected[:4]]
-    rows = {row["op"]: row for row in result["operators"][0] if row["chosen"]}
-    for op in ("silu_and_mul", "rms_norm"):
-        assert rows[op]["implementation"] == "vendor.bolt"
-        assert rows[op]["calls"] > 0
 
 
 @pytest.mark.parametrize(

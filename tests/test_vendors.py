@@ -12,7 +12,7 @@ import pytest
 from overlay import ROOT, build_wheel
 
 BOLT = Path(__file__).parent / "vendors" / "bolt"
-FEW = "(values or refusal or contract) and not attention"
+FEW = "(values and bfloat16 or refusal or contract) and not attention"
 ACME_OPERATORS = ("silu_and_mul", "rms_norm", "rotary_embedding")
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+import pytest
 
-from vllm_fl.dispatch import BackendImplKind, OpImpl, OpManager
-from vllm_fl.integration.graphs import GraphCache
-from vllm_fl.integration.recording import Recorder, overwritten_copied, time_call
+torch = pytest.importorskip("torch")
+
+from vllm_fl.dispatch import BackendImplKind, OpImpl, OpManager  # noqa: E402
+from vllm_fl.integration.graphs import GraphCache  # noqa: E402
+from vllm_fl.integration.recording import (  # noqa: E402
+    Recorder,
+    overwritten_copied,
+    time_call,
+)
 
 
 def donating(x, residual, weight, epsilon):

@@ -137,7 +137,8 @@ def _name_and_version(entry: EntryPoint) -> tuple[str, str]:
     metadata = entry.dist.metadata if entry.dist is not None else None
     if metadata is None:
         return "", ""
-    return metadata["Name"] or "", metadata["Version"] or ""
+    name, version = (metadata[k] if k in metadata else "" for k in ("Name", "Version"))
+    return name, version
 
 
 _lock = threading.RLock()

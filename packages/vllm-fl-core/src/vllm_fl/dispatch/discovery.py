@@ -137,7 +137,8 @@ def _name_and_version(entry: EntryPoint) -> tuple[str, str]:
     metadata = entry.dist.metadata if entry.dist is not None else None
     if metadata is None:
         return "", ""
-    name, version = (metadata[k] if k in metadata else "" for k in ("Name", "Version"))
+    # Not get(), which typed metadata has since Python 3.12 only.
+    name, version = (metadata[k] if k in metadata else "" for k in ("Name", "Version"))  # noqa: SIM401
     return name, version
 
 

@@ -177,7 +177,9 @@ class Search:
             op: str(trial.suggest_categorical(op, impls))
             for op, impls in self.space.choices.items()
         }
-        others = [t for t in (*tried(self.study), *_running(self.study)) if t.number != trial.number]
+        others = [
+            t for t in (*tried(self.study), *_running(self.study)) if t.number != trial.number
+        ]
         if sum(other.number < trial.number for other in others) >= self.trials:
             raise optuna.TrialPruned("another process has begun the last trial at the same time")
         taken = [dict(other.params) for other in others]

@@ -24,6 +24,7 @@ from matplotlib.figure import Figure
 HERE = Path(__file__).parent
 COLOURS = {
     "ours": "#1f77b4", "vllm": "#ff7f0e", "inductor": "#2ca02c", "flag_gems": "#9467bd",
+    "flash3": "#d62728", "flash3_32": "#ff9896", "vllm_triton": "#bcbd22",
     "native": "#7f7f7f", "null": "#c7c7c7", "default": "#ff7f0e", "vendor": "#2ca02c",
     "flagos": "#1f77b4", "flagos-gemm": "#9467bd",
 }  # fmt: skip
@@ -42,7 +43,8 @@ def bars(axes: Any, groups: Sequence[str], series: dict[str, list[float | None]]
             label=name,
             color=COLOURS.get(name, OTHER_COLOUR),
         )
-    axes.set_xticks(range(len(groups)), groups, fontsize=8)
+    slanted = {"rotation": 20, "ha": "right"} if sum(map(len, groups)) > 90 else {}
+    axes.set_xticks(range(len(groups)), groups, fontsize=8, **slanted)
 
 
 def kernels(result: dict[str, Any]) -> Figure:
@@ -50,7 +52,7 @@ def kernels(result: dict[str, Any]) -> Figure:
     by_op: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"]:
         by_op.setdefault(row["op"], []).append(row)
-    figure, panels = pyplot.subplots(len(by_op), 1, figsize=(9, 2.6 * len(by_op)), squeeze=False)
+    figure, panels = pyplot.subplots(len(by_op), 1, figsize=(9, 3 * len(by_op)), squeeze=False)
     for axes, (op, rows) in zip(panels[:, 0], by_op.items(), strict=True):
         names = list(dict.fromkeys(name for row in rows for name in row["us"]))
         shapes = ["x".join(map(str, row["shape"])) for row in rows]

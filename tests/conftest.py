@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -94,6 +95,30 @@ def transformers(tmp_path_factory) -> Callable[..., dict[str, Any]]:
         return run_job("run_transformers.py", job, folder)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def check_bfloat16(transformers) -> Callable[..., None]:
+    """Check that log-probabilities of vLLM in bf16 are as near to fp32 as transformers', in nats.
+
+    Called with the model, prompts, and the result of a run with ``prompt_logprobs``.
+    """
+
+    def check(model: Path, prompts: list[list[int]], result: dict[str, Any]) -> None:
+        exact, theirs = (
+            transformers(model, prompts, 1, dtype)["prompt_logprobs"]
+            for dtype in ("float32", "bfloat16")
+        )
+        ours = [output["prompt_logprobs"][1:] for output in result["outputs"][0]]
+
+        def errors(found: list[list[float]]) -> list[float]:
+            pairs = zip(found, exact, strict=True)
+            return [abs(a - b) for x, y in pairs for a, b in zip(x, y, strict=True)]
+
+        assert max(errors(ours)) < 0.25
+        assert fmean(errors(ours)) < 1.25 * fmean(errors(theirs))
+
+    return check
 
 
 @pytest.fixture(scope="session")

@@ -80,16 +80,6 @@ def check_operators(result, operators, implementation):
             assert {name for name, calls in called.items() if calls} == {implementation}, op
 
 
-def check_log_probabilities(result, theirs):
-    """0.25 nats at worst and 0.02 on average, as two correct bf16 computations differ."""
-    ours = [output["prompt_logprobs"][1:] for output in result["outputs"][0]]
-    errors = [
-        abs(a - b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)
-    ]
-    assert max(errors) < 0.25
-    assert sum(errors) / len(errors) < 0.02
-
-
 @pytest.mark.parametrize("token", RUNS)
 def test_greedy_tokens(vllm, mode, tiny_model, prompts, expected, token):
     result = vllm(
@@ -116,14 +106,13 @@ def test_tensor_parallel_over_two_gpus(vllm, mode, tiny_model, prompts, expected
 
 
 @pytest.mark.parametrize("token", ["vendor", "flagos"])
-def test_log_probabilities_compiled(vllm, transformers, mode, tiny_model, prompts, token):
+def test_log_probabilities_compiled(vllm, check_bfloat16, mode, tiny_model, prompts, token):
     longer = [prompt for prompt in prompts if len(prompt) >= 16]
-    theirs = transformers(tiny_model, longer, 1, "bfloat16")["prompt_logprobs"]
     result = vllm(
         tiny_model, longer, new_tokens=8, env=mode(token, attention_backend=token),
         sampling={"prompt_logprobs": 0}, dtype="bfloat16",
     )  # fmt: skip
-    check_log_probabilities(result, theirs)
+    check_bfloat16(tiny_model, longer, result)
     assert result["platform"] == CUDA_PLATFORM
     chosen = {r["op"]: r["implementation"] for r in result["operators"][0] if r["chosen"]}
     assert {chosen[op] for op in (*LAYERS, "attention_backend")} == {RUNS[token]}
@@ -131,14 +120,13 @@ def test_log_probabilities_compiled(vllm, transformers, mode, tiny_model, prompt
 
 @pytest.mark.parametrize("parallel", [1, pytest.param(2, marks=two_gpus)])
 @pytest.mark.parametrize("token", ["vendor", "flagos"])
-def test_experts(vllm, transformers, mode, experts_model, random_prompts, token, parallel):
-    theirs = transformers(experts_model, random_prompts, 1, "bfloat16")["prompt_logprobs"]
+def test_experts(vllm, check_bfloat16, mode, experts_model, random_prompts, token, parallel):
     result = vllm(
         experts_model, random_prompts, new_tokens=8, env=mode(token, attention_backend="vendor"),
         sampling={"prompt_logprobs": 0}, dtype="bfloat16", tensor_parallel_size=parallel,
         enforce_eager=True,
     )  # fmt: skip
-    check_log_probabilities(result, theirs)
+    check_bfloat16(experts_model, random_prompts, result)
     check_operators(result, EXPERTS, RUNS[token])
 
 

@@ -7,22 +7,23 @@ import time
 
 from modelled import PLANTED, TOGETHER, ModelledArena, search
 
-from vllm_fl.autotune.search import Outcome, make_sampler, make_storage
-from vllm_fl.autotune.studies import open_study
+from vllm_fl.autotune.search import Outcome, make_sampler
+from vllm_fl.autotune.studies import open_storage, open_study
 
 NAME = "autotune planted"
 
 
 def main() -> None:
     url, trials, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-    study = open_study(NAME, make_storage(url), make_sampler(0), resume=True)
     arena = ModelledArena(PLANTED, TOGETHER)
 
     def evaluate(configuration):
         time.sleep(seconds)
         return Outcome(1 / arena.seconds(configuration), {"by": sys.argv[4]})
 
-    search(arena, trials, study, evaluate=evaluate)
+    with open_storage(url) as storage:
+        study = open_study(NAME, storage, make_sampler(0), resume=True)
+        search(arena, trials, study, evaluate=evaluate)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import optuna
 import pytest
 from modelled import PLANTED, TOGETHER, ModelledArena
 
-from vllm_fl.autotune.search import make_sampler, make_storage, ranked, tried
-from vllm_fl.autotune.studies import claim, is_alive, me, open_study, study_name
+from vllm_fl.autotune.search import make_sampler, ranked, tried
+from vllm_fl.autotune.studies import claim, is_alive, me, open_storage, open_study, study_name
 from vllm_fl.dispatch import ConfigError
 
 HERE = Path(__file__).parent
@@ -22,6 +22,12 @@ TRIALS = 14
 @pytest.fixture
 def url(tmp_path):
     return f"sqlite:///{tmp_path / 'study.db'}"
+
+
+@pytest.fixture
+def storage(url):
+    with open_storage(url) as storage:
+        yield storage
 
 
 def searcher(url, name, seconds=0.2):
@@ -36,8 +42,8 @@ def finish(process):
     assert process.returncode == 0, errors.decode()
 
 
-def study_of(url):
-    return optuna.load_study(study_name="autotune planted", storage=make_storage(url))
+def study_in(storage):
+    return optuna.load_study(study_name="autotune planted", storage=storage)
 
 
 def check(study):
@@ -49,25 +55,23 @@ def check(study):
     assert ranked(study)[0].params == exact
 
 
-def test_two_processes_share_a_study(url):
+def test_two_processes_share_a_study(url, storage):
     both = [searcher(url, "one"), searcher(url, "two")]
     for process in both:
         finish(process)
-    study = study_of(url)
+    study = study_in(storage)
     check(study)
     assert {trial.user_attrs["by"] for trial in ranked(study)} == {"one", "two"}
 
 
-def test_a_killed_process_loses_one_trial_which_is_repeated(url):
+def test_a_killed_process_loses_one_trial_which_is_repeated(url, storage):
     first = searcher(url, "killed", seconds=1.0)
-    while not Path(url.removeprefix("sqlite:///")).exists():
-        time.sleep(0.1)
     study = None
     while study is None or len(ranked(study)) < 2:
         time.sleep(0.2)
         assert first.poll() is None
         try:
-            study = study_of(url)
+            study = study_in(storage)
         except KeyError:  # the study is not there yet
             continue
     first.kill()
@@ -79,8 +83,8 @@ def test_a_killed_process_loses_one_trial_which_is_repeated(url):
     assert {t.number for t in ranked(study) if t.user_attrs["by"] == "killed"} >= before
 
 
-def test_a_study_is_only_continued_when_that_is_asked_for(url):
-    storage, sampler = make_storage(url), make_sampler(0)
+def test_a_study_is_only_continued_when_that_is_asked_for(storage):
+    sampler = make_sampler(0)
     first = open_study("autotune x", storage, sampler, resume=False)
     with pytest.raises(ConfigError, match="--resume continues it"):
         open_study("autotune x", storage, sampler, resume=False)
@@ -89,9 +93,9 @@ def test_a_study_is_only_continued_when_that_is_asked_for(url):
 
 @pytest.mark.parametrize("url", ["study.db", "sqlite:////no/such/folder/study.db", "x:///y"])
 def test_a_storage_that_cannot_be_opened_is_an_error(url, monkeypatch):
-    monkeypatch.setattr("vllm_fl.autotune.search.STORAGE_ATTEMPTS", 1)
-    with pytest.raises(ConfigError, match="storage"):
-        make_storage(url)
+    monkeypatch.setattr("vllm_fl.autotune.studies.STORAGE_ATTEMPTS", 1)
+    with pytest.raises(ConfigError, match="storage"), open_storage(url):
+        pass
 
 
 def test_the_name_depends_on_what_is_tuned():
@@ -100,8 +104,7 @@ def test_the_name_depends_on_what_is_tuned():
     assert study_name(base) != study_name({**base, "workload": {"a": 2}})
 
 
-def test_a_claim_holds_while_its_process_lives_and_ends_with_its_block(url):
-    storage = make_storage(url)
+def test_a_claim_holds_while_its_process_lives_and_ends_with_its_block(url, storage):
     study = open_study("autotune x", storage, make_sampler(0), resume=True)
     with claim(study, storage, "evidence") as mine:
         assert mine
@@ -113,11 +116,11 @@ def test_a_claim_holds_while_its_process_lives_and_ends_with_its_block(url):
         assert later
     code = (
         "import os, sys; from vllm_fl.autotune import studies, search\n"
-        "storage = search.make_storage(sys.argv[1])\n"
-        "study = studies.open_study('autotune x', storage, search.make_sampler(0), True)\n"
-        "with studies.claim(study, storage, 'evidence') as mine:\n"
-        "    assert mine\n"
-        "    os.kill(os.getpid(), 9)\n"
+        "with studies.open_storage(sys.argv[1]) as storage:\n"
+        "    study = studies.open_study('autotune x', storage, search.make_sampler(0), True)\n"
+        "    with studies.claim(study, storage, 'evidence') as mine:\n"
+        "        assert mine\n"
+        "        os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, url], check=False)
     assert done.returncode == -9

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
-import sqlalchemy.exc
 from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from vllm_fl.autotune.evidence import Evidence
 from vllm_fl.autotune.space import Configuration, Space, distance
+from vllm_fl.autotune.studies import experimental
 from vllm_fl.autotune.supervisor import TrialFailed
-from vllm_fl.dispatch.errors import ConfigError
-
-HEARTBEAT_SECONDS = 5
-"""A running trial tells its study so often that it is alive; three times as long ends it."""
-
-STORAGE_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
@@ -38,54 +30,9 @@ class Outcome:
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-@contextmanager
-def _experimental() -> Iterator[None]:
-    """Leave out Optuna's warnings that an interface may change; its version is bounded."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        yield
-
-
-def make_storage(url: str) -> optuna.storages.BaseStorage:
-    """Open or make a study storage; ``url`` is any that SQLAlchemy takes.
-
-    Raises:
-        ConfigError: it cannot be opened.
-    """
-    attempt = 1
-    while True:
-        try:
-            return _open_storage(url)
-        except sqlalchemy.exc.DBAPIError as error:
-            # Optuna makes its tables without a lock: another process may be making them now.
-            if attempt == STORAGE_ATTEMPTS:
-                raise ConfigError(f"The storage {url} cannot be opened: {error}") from error
-            attempt += 1
-            time.sleep(1)
-        except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
-            raise ConfigError(
-                f"{url!r} is no storage: {error}. Write it as in 'sqlite:///study.db'."
-            ) from error
-
-
-def _open_storage(url: str) -> optuna.storages.RDBStorage:
-    options: dict[str, Any] = {}
-    if url.startswith("sqlite"):
-        options = {"connect_args": {"timeout": 60}}  # others write, too
-    with _experimental():
-        retry = optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=1)
-        return optuna.storages.RDBStorage(
-            url,
-            engine_kwargs=options,
-            heartbeat_interval=HEARTBEAT_SECONDS,
-            grace_period=3 * HEARTBEAT_SECONDS,
-            heartbeat_stale_trial_callback=retry,
-        )
-
-
 def make_sampler(seed: int | None) -> TPESampler:
     """Return Optuna's tree-structured Parzen estimator, for parameters that act together."""
-    with _experimental():
+    with experimental():
         return TPESampler(seed=seed, multivariate=True, n_startup_trials=8)
 
 
@@ -150,14 +97,14 @@ class Search:
             if self._must_wait():
                 time.sleep(1)
                 continue
-            with _experimental():
+            with experimental():
                 self.study.optimize(self._objective, n_trials=1, catch=(TrialFailed,))
             self.told()
 
     def _finished(self) -> bool:
         if time.monotonic() >= self.deadline:
             return True
-        with _experimental():
+        with experimental():
             optuna.storages.fail_stale_trials(self.study)
         if len(tried(self.study)) >= self.trials:
             return True

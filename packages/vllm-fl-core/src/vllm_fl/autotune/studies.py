@@ -1,4 +1,4 @@
-"""Studies in a storage: opening one, and who gathers its evidence when several processes tune."""
+"""Studies and their storage, and who does what of a study when several processes tune."""
 
 from __future__ import annotations
 
@@ -8,15 +8,80 @@ import json
 import os
 import socket
 import time
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import optuna
+import sqlalchemy.exc
 
 from vllm_fl.dispatch.errors import ConfigError
 
 PATIENCE_SECONDS = 3600
 """After so long a claim from another machine no longer counts."""
+
+HEARTBEAT_SECONDS = 5
+"""A running trial tells its study so often that it is alive; three times as long ends it."""
+
+STORAGE_ATTEMPTS = 5
+
+
+@contextlib.contextmanager
+def experimental() -> Iterator[None]:
+    """Leave out Optuna's warnings that an interface may change; its version is bounded."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        yield
+
+
+@contextlib.contextmanager
+def open_storage(url: str) -> Iterator[optuna.storages.RDBStorage]:
+    """Open or make the storage of studies for the block, and close its connections after it.
+
+    Args:
+        url: any that SQLAlchemy takes.
+
+    Raises:
+        ConfigError: it cannot be opened.
+    """
+    storage = _connect(url)
+    try:
+        yield storage
+    finally:
+        storage.remove_session()
+        storage.engine.dispose()
+
+
+def _connect(url: str) -> optuna.storages.RDBStorage:
+    attempt = 1
+    while True:
+        try:
+            return _make_storage(url)
+        except sqlalchemy.exc.DBAPIError as error:
+            # Optuna makes its tables without a lock: another process may be making them now.
+            if attempt == STORAGE_ATTEMPTS:
+                raise ConfigError(f"The storage {url} cannot be opened: {error}") from error
+            attempt += 1
+            time.sleep(1)
+        except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
+            raise ConfigError(
+                f"{url!r} is no storage: {error}. Write it as in 'sqlite:///study.db'."
+            ) from error
+
+
+def _make_storage(url: str) -> optuna.storages.RDBStorage:
+    options: dict[str, Any] = {}
+    if url.startswith("sqlite"):
+        options = {"connect_args": {"timeout": 60}}  # others write, too
+    with experimental():
+        retry = optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=1)
+        return optuna.storages.RDBStorage(
+            url,
+            engine_kwargs=options,
+            heartbeat_interval=HEARTBEAT_SECONDS,
+            grace_period=3 * HEARTBEAT_SECONDS,
+            heartbeat_stale_trial_callback=retry,
+        )
 
 
 def study_name(content: Mapping[str, Any]) -> str:

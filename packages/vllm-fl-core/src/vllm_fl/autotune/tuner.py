@@ -24,9 +24,9 @@ from vllm_fl.autotune.gathering import gather, policies
 from vllm_fl.autotune.measuring import Confirmation, confirm, finite, run_trial
 from vllm_fl.autotune.objective import Objective
 from vllm_fl.autotune.options import Options, Progress
-from vllm_fl.autotune.search import Search, best, make_sampler, make_storage, ranked, tried
+from vllm_fl.autotune.search import Search, best, make_sampler, ranked, tried
 from vllm_fl.autotune.space import Space, orders
-from vllm_fl.autotune.studies import claim, open_study, study_name
+from vllm_fl.autotune.studies import claim, open_storage, open_study, study_name
 from vllm_fl.autotune.summary import summary
 from vllm_fl.autotune.supervisor import TrialFailed
 from vllm_fl.autotune.verification import (
@@ -97,18 +97,19 @@ class Tuner:
             TrialFailed: the default itself cannot run.
         """
         interrupted = False
-        study = self._open()
-        try:
+        with open_storage(self.options.storage) as self._storage:
+            study = self._open()
             try:
-                self._work(study)
-            except KeyboardInterrupt:
-                interrupted = True
-                self.tell("interrupted; --resume continues")
-        finally:
-            self.arena.stop()
-            self._note_costs(study, self.arena.costs)
-        shutil.rmtree(self._folder)  # the logs are for when it raises
-        return summary(study, self.options.storage, interrupted)
+                try:
+                    self._work(study)
+                except KeyboardInterrupt:
+                    interrupted = True
+                    self.tell("interrupted; --resume continues")
+            finally:
+                self.arena.stop()
+                self._note_costs(study, self.arena.costs)
+            shutil.rmtree(self._folder)  # the logs are for when it raises
+            return summary(study, self.options.storage, interrupted)
 
     def _open(self) -> optuna.Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -120,7 +121,6 @@ class Tuner:
             "keep": sorted(self.options.keep),
             "settings": {key: repr(value.value) for key, value in self.settings.values.items()},
         }
-        self._storage = make_storage(self.options.storage)
         sampler = make_sampler(self.options.seed)
         return open_study(study_name(content), self._storage, sampler, self.options.resume)
 

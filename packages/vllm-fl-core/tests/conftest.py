@@ -24,6 +24,8 @@ from vllm_fl.dispatch import (
     set_global_policy,
 )
 
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside the tests
+
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch):

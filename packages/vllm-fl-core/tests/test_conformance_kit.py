@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -12,40 +11,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm_fl_reference")
 
+from kit_runs import found, implementation, is_right, run  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from vllm_fl.dispatch.ops import CATALOGUE  # noqa: E402
-from vllm_fl.dispatch.types import Decision, OpImpl  # noqa: E402
-from vllm_fl.testing.case import ConformanceFailure, NotApplicable  # noqa: E402
+from vllm_fl.dispatch.types import Decision  # noqa: E402
 from vllm_fl.testing.operators import all_cases  # noqa: E402
-from vllm_fl.testing.suite import items  # noqa: E402
-from vllm_fl.testing.target import Target, find_target  # noqa: E402
+from vllm_fl.testing.target import find_target  # noqa: E402
 from vllm_fl_reference.ops import activation, norm, rotary  # noqa: E402
-
-
-def implementation(op_name: str, fn: Any, **facts: Any) -> OpImpl:
-    return OpImpl(op_name, "vendor.planted", "vendor", fn, vendor="planted", **facts)
-
-
-def run(impl: OpImpl, pattern: str = "*") -> dict[str, str]:
-    """Run the cases that match until one fails; return case -> how it ended."""
-    ended: dict[str, str] = {}
-    for item in items(Target("planted", "cpu", (impl,))):
-        if not fnmatchcase(item.case.id, pattern):
-            continue
-        try:
-            item.run()
-        except NotApplicable as reason:
-            ended[item.case.id] = str(reason)
-        except ConformanceFailure as failure:
-            return {**ended, item.case.id: f"failed: {failure}"}
-        except Exception as error:
-            return {**ended, item.case.id: f"crashed: {error!r}"}
-        else:
-            ended[item.case.id] = "passed"
-    return ended
-
 
 # -- right implementations
 
@@ -55,8 +29,7 @@ def test_the_reference_passes(op_name: str) -> None:
     (impl,) = [i for i in find_target("reference").implementations if i.op_name == op_name]
     ended = run(impl)
     assert len(ended) == len(all_cases()[op_name])
-    bad = {case: end for case, end in ended.items() if end.startswith(("failed", "crashed"))}
-    assert not bad
+    assert is_right(ended), ended
 
 
 def test_every_operator_has_cases() -> None:
@@ -94,8 +67,8 @@ def normalises_the_rounded_sum(x, residual, weight, epsilon):
     ],
 )
 def test_other_ways_to_be_right_pass(op_name: str, fn: Callable[..., Any]) -> None:
-    assert "passed" in set(run(implementation(op_name, fn)).values())
-    assert not [end for end in run(implementation(op_name, fn)).values() if "failed" in end]
+    ended = run(implementation(op_name, fn))
+    assert is_right(ended), ended
 
 
 # -- wrong norms
@@ -396,7 +369,7 @@ def name(fault: Any) -> str:
 )
 def test_a_planted_fault_is_found(op_name: str, fn: Any, pattern: str) -> None:
     ended = run(implementation(op_name, fn), pattern)
-    assert [end for end in ended.values() if end.startswith("failed: ")], ended
+    assert found(ended), ended
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,15 @@ written by a method of their own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm")
 
+from kit_runs import found, implementation, run  # noqa: E402
 from torch import Tensor  # noqa: E402
 from vllm.v1.attention.backend import (  # noqa: E402
     AttentionBackend,
@@ -22,11 +23,8 @@ from vllm.v1.attention.backend import (  # noqa: E402
     AttentionMetadataBuilder,
 )
 
-from vllm_fl.dispatch.types import Decision, OpImpl  # noqa: E402
-from vllm_fl.testing.case import ConformanceFailure, NotApplicable  # noqa: E402
+from vllm_fl.dispatch.types import Decision  # noqa: E402
 from vllm_fl.testing.operators import attention  # noqa: E402
-from vllm_fl.testing.suite import items  # noqa: E402
-from vllm_fl.testing.target import Target  # noqa: E402
 
 
 @dataclass
@@ -326,32 +324,22 @@ def backend_with(method: str, fault: object) -> type[PlainBackend]:
     return type("FaultyBackend", (PlainBackend,), {kind: part})
 
 
-def run(backend: type, pattern: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Run the cases that match until one fails; return case -> how it ended."""
-    monkeypatch.setitem(globals(), "Planted", backend)
-    reference = f"{__name__}:Planted"
+@pytest.fixture
+def run_backend(monkeypatch) -> Callable[[type, str], dict[str, str]]:
+    """Run the cases that match on a backend class."""
 
     def attention_backend(use_mla=False, use_sparse=False):
-        return reference
+        return f"{__name__}:Planted"
 
-    impl = OpImpl("attention_backend", "vendor.planted", "vendor", attention_backend, "planted")
-    ended: dict[str, str] = {}
-    for item in items(Target("planted", "cpu", (impl,))):
-        if not fnmatchcase(item.case.id, pattern):
-            continue
-        try:
-            item.run()
-        except NotApplicable as reason:
-            ended[item.case.id] = str(reason)
-        except ConformanceFailure as failure:
-            return {**ended, item.case.id: f"failed: {failure}"}
-        else:
-            ended[item.case.id] = "passed"
-    return ended
+    def run_it(backend: type, pattern: str) -> dict[str, str]:
+        monkeypatch.setitem(globals(), "Planted", backend)
+        return run(implementation("attention_backend", attention_backend), pattern)
+
+    return run_it
 
 
-def test_a_right_backend_of_another_form_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = run(PlainBackend, "*", monkeypatch)
+def test_a_right_backend_of_another_form_passes(run_backend) -> None:
+    ended = run_backend(PlainBackend, "*")
     assert set(ended.values()) == {"passed"}
 
 
@@ -360,23 +348,21 @@ def test_a_right_backend_of_another_form_passes(monkeypatch: pytest.MonkeyPatch)
     FAULTS,
     ids=[f"{fault.__name__}-{pattern.split('/')[1]}" for _, fault, pattern in FAULTS],
 )
-def test_a_planted_fault_is_found(
-    method: str, fault: object, pattern: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ended = run(backend_with(method, fault), pattern, monkeypatch)
-    assert [end for end in ended.values() if end.startswith("failed: ")], ended
+def test_a_planted_fault_is_found(run_backend, method: str, fault: object, pattern: str) -> None:
+    ended = run_backend(backend_with(method, fault), pattern)
+    assert found(ended), ended
 
 
-def test_without_vllm_the_cases_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_vllm_the_cases_are_skipped(run_backend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "check_vllm", lambda: Decision.no("vLLM is not installed"))
-    ended = run(PlainBackend, "*", monkeypatch)
+    ended = run_backend(PlainBackend, "*")
     assert set(ended.values()) == {"skipped: vLLM is not installed"}
 
 
-def test_what_the_class_refuses_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended = run(Only64, "*/values/bfloat16-4:2x*", monkeypatch)
+def test_what_the_class_refuses_is_reported(run_backend) -> None:
+    ended = run_backend(Only64, "*/values/bfloat16-4:2x*")
     refused = {case for case, end in ended.items() if end == "refused: head_size not supported"}
     assert refused == {case for case in ended if "x64" not in case}
     assert refused
-    ended = run(NoSoftCap, "*/values/bfloat16-*cap*", monkeypatch)
+    ended = run_backend(NoSoftCap, "*/values/bfloat16-*cap*")
     assert set(ended.values()) == {"refused: no soft cap"}

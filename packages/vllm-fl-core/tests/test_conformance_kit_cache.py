@@ -9,31 +9,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm_fl_reference")
 
-from vllm_fl.dispatch.types import OpImpl  # noqa: E402
-from vllm_fl.testing.case import ConformanceFailure, NotApplicable  # noqa: E402
-from vllm_fl.testing.suite import items  # noqa: E402
-from vllm_fl.testing.target import Target  # noqa: E402
+from kit_runs import found, implementation, is_right, run  # noqa: E402
+
 from vllm_fl_reference.ops.cache import reshape_and_cache_flash  # noqa: E402
 
 OP = "reshape_and_cache_flash"
 
 
-def ended(fn: Any, checks: tuple[str, ...] = ()) -> dict[str, str]:
-    """Run the cases, of some checks only, until one fails; return case -> how it ended."""
-    impl = OpImpl(OP, "vendor.planted", "vendor", fn, vendor="planted", traceable=False)
-    found: dict[str, str] = {}
-    for item in items(Target("planted", "cpu", (impl,))):
-        if checks and item.case.check not in checks:
-            continue
-        try:
-            item.run()
-        except NotApplicable as reason:
-            found[item.case.id] = str(reason)
-        except ConformanceFailure as failure:
-            return {**found, item.case.id: f"failed: {failure}"}
-        else:
-            found[item.case.id] = "passed"
-    return found
+def ended(fn: Any, pattern: str = "*") -> dict[str, str]:
+    return run(implementation(OP, fn, traceable=False), pattern)
 
 
 def padding_goes_to_the_last_slot(key, value, key_cache, value_cache, slot_mapping):
@@ -157,12 +141,12 @@ def beyond_the_cache(key, value, key_cache, value_cache, slot_mapping):
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_found(fault: Any) -> None:
-    assert any(end.startswith("failed: ") for end in ended(fault, ("values",)).values())
+    assert found(ended(fault, "*/values/*"))
 
 
 @pytest.mark.parametrize("fault", [key_overwritten, slots_overwritten, beyond_the_cache])
 def test_a_stray_write_is_found(fault: Any) -> None:
-    (*_, last) = ended(fault, ("contract",)).values()
+    (*_, last) = ended(fault, "*/contract/*").values()
     assert "were overwritten" in last
 
 
@@ -175,6 +159,4 @@ def one_after_the_other(key, value, key_cache, value_cache, slot_mapping):
 
 
 def test_another_way_to_be_right_passes() -> None:
-    found = ended(one_after_the_other)
-    assert "passed" in set(found.values())
-    assert not [end for end in found.values() if end.startswith("failed: ")]
+    assert is_right(ended(one_after_the_other))

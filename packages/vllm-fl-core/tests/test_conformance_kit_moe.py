@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -10,32 +9,10 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("vllm_fl_reference")
 
+from kit_runs import found, implementation, is_right, run  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
-from vllm_fl.dispatch.types import OpImpl  # noqa: E402
-from vllm_fl.testing.case import ConformanceFailure, NotApplicable  # noqa: E402
-from vllm_fl.testing.suite import items  # noqa: E402
-from vllm_fl.testing.target import Target  # noqa: E402
 from vllm_fl_reference.ops import moe, routing  # noqa: E402
-
-
-def run(op_name: str, fn: Any, pattern: str = "*") -> dict[str, str]:
-    """Run the cases that match until one fails; return case -> how it ended."""
-    impl = OpImpl(op_name, "vendor.planted", "vendor", fn, vendor="planted", traceable=False)
-    ended: dict[str, str] = {}
-    for item in items(Target("planted", "cpu", (impl,))):
-        if not fnmatchcase(item.case.id, pattern):
-            continue
-        try:
-            item.run()
-        except NotApplicable as reason:
-            ended[item.case.id] = str(reason)
-        except ConformanceFailure as failure:
-            return {**ended, item.case.id: f"failed: {failure}"}
-        else:
-            ended[item.case.id] = "passed"
-    return ended
-
 
 # -- topk_softmax
 
@@ -401,8 +378,8 @@ FAULTS = [
 
 @pytest.mark.parametrize(("op_name", "fn", "pattern"), FAULTS)
 def test_a_planted_fault_is_found(op_name: str, fn: Any, pattern: str) -> None:
-    ended = run(op_name, fn, pattern)
-    assert [end for end in ended.values() if end.startswith("failed: ")], ended
+    ended = run(implementation(op_name, fn, traceable=False), pattern)
+    assert found(ended), ended
 
 
 RIGHT = [
@@ -416,6 +393,5 @@ RIGHT = [
 
 @pytest.mark.parametrize(("op_name", "fn"), RIGHT)
 def test_other_ways_to_be_right_pass(op_name: str, fn: Any) -> None:
-    ended = run(op_name, fn)
-    assert "passed" in set(ended.values())
-    assert not [end for end in ended.values() if end.startswith("failed: ")]
+    ended = run(implementation(op_name, fn, traceable=False))
+    assert is_right(ended), ended

@@ -21,6 +21,13 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_fl.integration.attention_checks import (
+    check_blocks,
+    check_layer,
+    check_output,
+    check_step,
+    refuse,
+)
 from vllm_fl_ascend.attention.attention_mask import Corner, compressed
 from vllm_fl_ascend.attention.cache_layout import CacheLayout, keys_and_values
 from vllm_fl_ascend.attention.metadata import (
@@ -31,6 +38,7 @@ from vllm_fl_ascend.attention.metadata import (
 )
 from vllm_fl_ascend.ops.cache import PLAIN_LAYOUT
 
+WHO = "attention on an NPU"
 HEAD_SIZES = (64, 128, 192)
 BLOCK_SIZE = 128
 """Of the sizes that both prefill and decode take, the one that the vendor recommends."""
@@ -149,12 +157,9 @@ class AscendAttentionMetadataBuilder(AttentionMetadataBuilder[AscendAttentionMet
         """
         common = common_attn_metadata
         causal = common.causal
-        if not (causal if isinstance(causal, bool) else bool(causal.all())):
-            raise _unsupported("attention to later tokens")
-        if common.mm_req_doc_ranges is not None:
-            raise _unsupported("bidirectional attention over multimodal tokens")
-        if common.rswa_prefix_lens is not None:
-            raise _unsupported("reference sliding window attention (R-SWA)")
+        is_causal = causal if isinstance(causal, bool) else bool(causal.all())
+        refuse(WHO, {"attention to later tokens": not is_causal})
+        check_step(WHO, common)
         requests = common.num_reqs
         return make_metadata(
             common.query_start_loc_cpu[: requests + 1].tolist(),
@@ -208,23 +213,19 @@ class AscendAttentionImpl(AttentionImpl[AscendAttentionMetadata]):
         """
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         width = kv_heads * head_size
-        refused = {
-            "soft caps of the scores": logits_soft_cap not in (None, 0),
-            "ALiBi slopes": alibi_slopes is not None,
-            "attention sinks": sinks is not None,
-            f"attention type {attn_type!r}": attn_type != AttentionType.DECODER,
-            f"kv_cache_dtype {kv_cache_dtype!r}": kv_cache_dtype
-            not in AscendAttentionBackend.supported_kv_cache_dtypes,
-            "context parallelism": self.dcp_world_size > 1 or self.pcp_world_size > 1,
-            f"heads of {head_size} channels": head_size not in HEAD_SIZES,
-            f"{num_heads} query heads with {kv_heads} key heads": num_heads % kv_heads != 0
-            or num_heads // kv_heads > _MAX_GROUP,
-            f"{width} elements a token in the cache": width > _MAX_WIDTH,
-            **{f"{name}={value!r}": True for name, value in unsupported.items()},
-        }
-        for what, asked in refused.items():
-            if asked:
-                raise _unsupported(what)
+        check_layer(WHO, AscendAttentionBackend, self, attn_type, kv_cache_dtype, unsupported)
+        refuse(
+            WHO,
+            {
+                "soft caps of the scores": logits_soft_cap not in (None, 0),
+                "ALiBi slopes": alibi_slopes is not None,
+                "attention sinks": sinks is not None,
+                f"heads of {head_size} channels": head_size not in HEAD_SIZES,
+                f"{num_heads} query heads with {kv_heads} key heads": num_heads % kv_heads != 0
+                or num_heads // kv_heads > _MAX_GROUP,
+                f"{width} elements a token in the cache": width > _MAX_WIDTH,
+            },
+        )
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -266,8 +267,7 @@ class AscendAttentionImpl(AttentionImpl[AscendAttentionMetadata]):
             NotImplementedError: A quantised output is asked for.
             ValueError: The cache is not as the metadata or the operator needs it.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise _unsupported("quantised output")
+        check_output(WHO, output_scale, output_block_scale)
         if attn_metadata is None:
             return output.zero_()
         keys, values = self._caches(kv_cache, attn_metadata)
@@ -288,11 +288,7 @@ class AscendAttentionImpl(AttentionImpl[AscendAttentionMetadata]):
     def _caches(self, kv_cache: Tensor, step: AscendAttentionMetadata) -> tuple[Tensor, Tensor]:
         """Return the keys and the values, ``[blocks, block_size, heads, size]``, contiguous."""
         keys, values = keys_and_values(kv_cache, self.num_kv_heads)
-        if keys.shape[1] != step.block_size:
-            raise ValueError(
-                f"the cache has blocks of {keys.shape[1]} tokens, its metadata was built for "
-                f"{step.block_size}"
-            )
+        check_blocks(keys.shape[1], step.block_size)
         if keys.numel() > _MAX_CACHE:
             raise ValueError(
                 f"a layer's keys have {keys.numel()} elements, attention on an NPU takes up to "
@@ -377,7 +373,3 @@ class AscendAttentionImpl(AttentionImpl[AscendAttentionMetadata]):
 def _store(output: Tensor, rows: Tensor) -> Tensor:
     output[: len(rows)].copy_(rows)
     return output
-
-
-def _unsupported(what: str) -> NotImplementedError:
-    return NotImplementedError(f"attention on an NPU does not support {what}")

@@ -25,9 +25,18 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_fl.integration.attention_checks import (
+    check_blocks,
+    check_layer,
+    check_output,
+    check_per_head,
+    check_step,
+    refuse,
+)
 from vllm_fl.integration.layers import bind, recover
 from vllm_fl_flaggems.attention.planning import ANY_LENGTH, Mathematics, Step, attend
 
+WHO = "the Triton attention of vllm-fl-flaggems"
 LARGEST_HEAD = 256
 _KV_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -199,11 +208,7 @@ class AttentionFLMetadataBuilder(AttentionMetadataBuilder[AttentionFLMetadata]):
     def _build(
         self, common: CommonAttentionMetadata, queries: tuple[int, int]
     ) -> AttentionFLMetadata:
-        # R-SWA is not in every version of vLLM.
-        if common.mm_req_doc_ranges is not None:
-            raise _unsupported("bidirectional attention over multimodal tokens")
-        if getattr(common, "rswa_prefix_lens", None) is not None:
-            raise _unsupported("reference sliding window attention (R-SWA)")
+        check_step(WHO, common)
         requests = common.num_reqs
         causal = common.causal
         step = Step(
@@ -273,19 +278,10 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
             ValueError: There is not one sink or slope per query head, the heads do not divide, or
                 the scale is not positive.
         """
-        if unsupported:
-            raise _unsupported(", ".join(f"{name}={unsupported[name]!r}" for name in unsupported))
-        if attn_type != AttentionType.DECODER:
-            raise _unsupported(f"attention type {attn_type!r}")
-        if kv_cache_dtype not in AttentionFLBackend.supported_kv_cache_dtypes:
-            raise _unsupported(f"kv_cache_dtype {kv_cache_dtype!r}")
-        if not AttentionFLBackend.supports_head_size(head_size):
-            raise _unsupported(f"heads of {head_size} channels, more than {LARGEST_HEAD}")
-        if self.dcp_world_size > 1 or self.pcp_world_size > 1:
-            raise _unsupported("context parallelism")
-        for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-            if per_head is not None and len(per_head) != num_heads:
-                raise ValueError(f"{name} must have {num_heads} entries, got {len(per_head)}")
+        check_layer(WHO, AttentionFLBackend, self, attn_type, kv_cache_dtype, unsupported)
+        too_large = not AttentionFLBackend.supports_head_size(head_size)
+        refuse(WHO, {f"heads of {head_size} channels, more than {LARGEST_HEAD}": too_large})
+        check_per_head(num_heads, sinks=sinks, alibi_slopes=alibi_slopes)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -369,15 +365,10 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
             NotImplementedError: A quantised output is asked for.
             ValueError: The cache's blocks are not those that the metadata was built for.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise _unsupported("quantised output")
+        check_output(WHO, output_scale, output_block_scale)
         if attn_metadata is None:
             return output.zero_()
-        if kv_cache.shape[2] != attn_metadata.block_size:
-            raise ValueError(
-                f"the cache has blocks of {kv_cache.shape[2]} tokens, "
-                f"its metadata was built for {attn_metadata.block_size}"
-            )
+        check_blocks(kv_cache.shape[2], attn_metadata.block_size)
         keys, values = self._halves(kv_cache)
         attend(output, query, keys, values, attn_metadata.step, self.layer)
         return output
@@ -386,7 +377,3 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         """Return key and value cache, ``[blocks, block_size, num_kv_heads, head_size]``."""
         tokens = kv_cache.transpose(1, 2)
         return tokens[..., : self.head_size], tokens[..., self.head_size :]
-
-
-def _unsupported(what: str) -> NotImplementedError:
-    return NotImplementedError(f"the Triton attention of vllm-fl-flaggems does not support {what}")

@@ -25,6 +25,13 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_fl.integration.attention_checks import (
+    check_blocks,
+    check_layer,
+    check_output,
+    check_per_head,
+    check_step,
+)
 from vllm_fl_reference.attention.paged import paged_attention, write_kv_cache
 from vllm_fl_reference.attention.planning import (
     CacheSlots,
@@ -33,6 +40,7 @@ from vllm_fl_reference.attention.planning import (
     plan_cache_write,
 )
 
+WHO = "the reference attention backend"
 _ATTENTION_TYPES = (AttentionType.DECODER, AttentionType.ENCODER_ONLY)
 
 
@@ -232,10 +240,7 @@ class ReferenceAttentionMetadataBuilder(AttentionMetadataBuilder[ReferenceAttent
                 reference sliding windows.
         """
         common = common_attn_metadata
-        if common.mm_req_doc_ranges is not None:
-            raise _unsupported("bidirectional attention over multimodal tokens")
-        if common.rswa_prefix_lens is not None:
-            raise _unsupported("reference sliding window attention (R-SWA)")
+        check_step(WHO, common)
         requests = common.num_reqs
         causal = common.causal
         return ReferenceAttentionMetadata(
@@ -290,17 +295,8 @@ class ReferenceAttentionImpl(AttentionImpl[ReferenceAttentionMetadata]):
             NotImplementedError: Something in the arguments is not supported; the text names it.
             ValueError: There is not one sink or slope per query head.
         """
-        if unsupported:
-            raise _unsupported(", ".join(f"{name}={unsupported[name]!r}" for name in unsupported))
-        if attn_type not in _ATTENTION_TYPES:
-            raise _unsupported(f"attention type {attn_type!r}")
-        if kv_cache_dtype not in ReferenceAttentionBackend.supported_kv_cache_dtypes:
-            raise _unsupported(f"kv_cache_dtype {kv_cache_dtype!r}")
-        if self.dcp_world_size > 1 or self.pcp_world_size > 1:
-            raise _unsupported("context parallelism")
-        for name, per_head in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
-            if per_head is not None and len(per_head) != num_heads:
-                raise ValueError(f"{name} must have {num_heads} entries, got {len(per_head)}")
+        check_layer(WHO, ReferenceAttentionBackend, self, attn_type, kv_cache_dtype, unsupported)
+        check_per_head(num_heads, sinks=sinks, alibi_slopes=alibi_slopes)
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -348,17 +344,12 @@ class ReferenceAttentionImpl(AttentionImpl[ReferenceAttentionMetadata]):
             NotImplementedError: A quantised output is asked for.
             ValueError: The cache's blocks are not those that the metadata was built for.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise _unsupported("quantised output")
+        check_output(WHO, output_scale, output_block_scale)
         if attn_metadata is None:
             return output.zero_()
         if self.attn_type == AttentionType.ENCODER_ONLY:
             return self._forward_encoder(query, key, value, attn_metadata, output)
-        if kv_cache.shape[2] != attn_metadata.block_size:
-            raise ValueError(
-                f"the cache has blocks of {kv_cache.shape[2]} tokens, "
-                f"its metadata was built for {attn_metadata.block_size}"
-            )
+        check_blocks(kv_cache.shape[2], attn_metadata.block_size)
         shares_cache = self.kv_sharing_target_layer_name is not None
         if key is not None and value is not None and not shares_cache:
             write_kv_cache(key, value, kv_cache, attn_metadata.slots)
@@ -393,7 +384,3 @@ class ReferenceAttentionImpl(AttentionImpl[ReferenceAttentionMetadata]):
             sinks=self.sinks,
             alibi_slopes=None if slopes is None else slopes.to(query.device),
         )
-
-
-def _unsupported(what: str) -> NotImplementedError:
-    return NotImplementedError(f"the reference attention backend does not support {what}")

@@ -1,0 +1,111 @@
+"""Checks that attention implementations share: what they cannot do, a layer or step must not ask.
+
+vLLM asks a backend's class in ``validate_configuration``; what it does not ask there is refused
+here, when a layer is built, a step is described or a layer is called. ``who`` is the subject of
+the error's sentence, as in "the attention of Acme".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import (
+        AttentionBackend,
+        AttentionImpl,
+        CommonAttentionMetadata,
+    )
+
+
+def refuse(who: str, asked: Mapping[str, bool]) -> None:
+    """Raise for the first of these that is asked for.
+
+    Raises:
+        NotImplementedError: "<who> does not support <what>".
+    """
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise NotImplementedError(f"{who} does not support {what}")
+
+
+def check_layer(
+    who: str,
+    backend: type[AttentionBackend],
+    impl: AttentionImpl[Any],
+    attn_type: str,
+    kv_cache_dtype: str,
+    unknown: Mapping[str, object],
+) -> None:
+    """Check what every layer says about itself.
+
+    Args:
+        who: the subject of the error.
+        backend: whose class attributes and ``supports_attn_type`` say what is supported.
+        impl: the layer's implementation, which knows how its context is distributed.
+        attn_type: the layer's.
+        kv_cache_dtype: the layer's.
+        unknown: the keyword arguments that the implementation has no parameter for.
+
+    Raises:
+        NotImplementedError: one of them is not supported; the text names it.
+    """
+    refuse(
+        who,
+        {
+            f"attention type {attn_type!r}": not backend.supports_attn_type(attn_type),
+            f"kv_cache_dtype {kv_cache_dtype!r}": kv_cache_dtype
+            not in backend.supported_kv_cache_dtypes,
+            "context parallelism": impl.dcp_world_size > 1 or impl.pcp_world_size > 1,
+            **{f"{name}={value!r}": True for name, value in unknown.items()},
+        },
+    )
+
+
+def check_per_head(num_heads: int, **values: Sized | None) -> None:
+    """Check that each of these that is given has one entry a query head.
+
+    Raises:
+        ValueError: one has not.
+    """
+    for name, value in values.items():
+        if value is not None and len(value) != num_heads:
+            raise ValueError(f"{name} must have {num_heads} entries, got {len(value)}")
+
+
+def check_step(who: str, common: CommonAttentionMetadata) -> None:
+    """Check what vLLM says about a step.
+
+    Raises:
+        NotImplementedError: bidirectional multimodal ranges or reference sliding windows.
+    """
+    refuse(
+        who,
+        {
+            "bidirectional attention over multimodal tokens": common.mm_req_doc_ranges is not None,
+            # Not in every version of vLLM.
+            "reference sliding window attention (R-SWA)": getattr(common, "rswa_prefix_lens", None)
+            is not None,
+        },
+    )
+
+
+def check_output(who: str, *scales: object) -> None:
+    """Check that no scale of a quantised output is given.
+
+    Raises:
+        NotImplementedError: one is.
+    """
+    refuse(who, {"quantised output": any(scale is not None for scale in scales)})
+
+
+def check_blocks(found: int, expected: int) -> None:
+    """Check that a layer's cache has the blocks that the step's metadata was built for.
+
+    Raises:
+        ValueError: it has others.
+    """
+    if found != expected:
+        raise ValueError(
+            f"the cache has blocks of {found} tokens, its metadata was built for {expected}"
+        )

@@ -80,13 +80,14 @@ def test_the_real_schema_refuses_another_order_of_arguments():
 
 
 def test_rotary_reads_the_halves_of_one_cache_in_place():
+    from vllm_fl.integration.rotary_cache import joint_cache
     from vllm_fl_cuda.ops import rotary
     from vllm_fl_reference.ops import rotary as reference
 
     arguments = rotary_arguments()
     cos = arguments[2]
-    assert rotary.joint_cache(cos).data_ptr() == cos.data_ptr()
-    assert torch.equal(rotary.joint_cache(cos), torch.cat(arguments[2:4], dim=-1))
+    assert joint_cache(cos).data_ptr() == cos.data_ptr()
+    assert torch.equal(joint_cache(cos), torch.cat(arguments[2:4], dim=-1))
     assert rotary.rotary_embedding_supports(*arguments) is True
     expected = reference.rotary_embedding(*(a.clone() for a in arguments[:2]), *arguments[2:])
     query, key = rotary.rotary_embedding(*arguments)
@@ -269,7 +270,7 @@ def test_negative_ids_reach_no_kernel():
 def test_an_activation_that_the_operator_lacks_is_refused():
     from vllm_fl_cuda.ops.experts import fused_experts
 
-    with pytest.raises(ValueError, match="activation 'swigluoai': fused_experts has silu and gelu"):
+    with pytest.raises(ValueError, match="must be one of silu, gelu, got 'swigluoai'"):
         fused_experts(**experts(), activation="swigluoai")
 
 

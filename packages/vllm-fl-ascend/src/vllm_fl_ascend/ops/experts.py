@@ -6,6 +6,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from vllm_fl.dispatch.ops import check_expert_activation
 from vllm_fl_ascend.device import is_elsewhere
 from vllm_fl_ascend.ops.activation import gelu_and_mul, silu_and_mul
 
@@ -39,11 +40,7 @@ def fused_experts(
     Raises:
         ValueError: the activation is unknown.
     """
-    if activation not in _ACTIVATIONS:
-        raise ValueError(
-            f"fused_experts: activation must be one of {', '.join(_ACTIVATIONS)}, got "
-            f"{activation!r}"
-        )
+    check_expert_activation(activation)
     experts = w1.shape[0]
     ids = _local_ids(topk_ids, experts, global_num_experts, expert_map)
     x = hidden_states

@@ -6,6 +6,7 @@ import torch
 import torch_npu
 from torch import Tensor
 
+from vllm_fl.integration.rotary_cache import are_halves_of_one_cache, joint_cache
 from vllm_fl_ascend.device import is_elsewhere
 
 _STYLES = {True: "half", False: "interleave"}  # is_neox_style -> rotary_mode
@@ -34,7 +35,7 @@ def rotary_embedding(
         position_ids,
         _heads_in_rows(query),
         _heads_in_rows(key),
-        _joint_cache(cos),
+        joint_cache(cos),
         query.shape[-1],
         mrope_section=_PLAIN,
         rotary_mode=_STYLES[is_neox_style],
@@ -45,12 +46,6 @@ def rotary_embedding(
 def _heads_in_rows(x: Tensor) -> Tensor:
     """Return ``x`` [T, H, D] as a contiguous [T, H * D]."""
     return x.reshape(x.shape[0], -1).contiguous()
-
-
-def _joint_cache(cos: Tensor) -> Tensor:
-    """Return the cache of which ``cos`` is the left half, as a view."""
-    positions, half = cos.shape
-    return cos.as_strided((positions, 2 * half), (2 * half, 1))
 
 
 def rotary_embedding_supports(
@@ -84,19 +79,6 @@ def rotary_embedding_supports(
             f"rotary_dim {rotary_dim} is not a multiple of {unit} up to the head size "
             f"{query.shape[2]}"
         )
-    if not _are_halves_of_one_cache(cos, sin):
+    if not are_halves_of_one_cache(cos, sin):
         return "cos and sin are not the two halves of one cache"
     return True
-
-
-def _are_halves_of_one_cache(cos: Tensor, sin: Tensor) -> bool:
-    """Whether ``cos, sin`` are what ``cache.chunk(2, dim=-1)`` returns."""
-    half = cos.shape[1]
-    strides = (2 * half, 1)
-    if sin.shape != cos.shape or sin.dtype != cos.dtype:
-        return False
-    if cos.stride() != strides or sin.stride() != strides:
-        return False
-    if torch.compiler.is_compiling():  # a tracer knows no addresses; rows with such gaps are halves
-        return True
-    return sin.data_ptr() == cos.data_ptr() + half * cos.element_size()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_fl.dispatch.errors import ConfigError
-from vllm_fl.dispatch.ops import OpSpec
+from vllm_fl.dispatch.spec import OpSpec
 
 _TENSOR = re.compile(r"(?P<dtype>[a-z]+\d+\w*|bool)\[(?P<shape>[\d,\s]*)\]")
 

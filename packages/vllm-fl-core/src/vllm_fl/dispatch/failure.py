@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_fl.dispatch.errors import VllmFLError
-from vllm_fl.dispatch.ops import OpSpec
+from vllm_fl.dispatch.spec import OpSpec
 from vllm_fl.dispatch.types import YES, Decision, OpImpl
 
 

@@ -22,12 +22,10 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 from vllm_fl.dispatch import env
 from vllm_fl.dispatch.handle import BoundOp
+from vllm_fl.dispatch.ops import EXPERT_ACTIVATIONS
 from vllm_fl.dispatch.state import current_config
 from vllm_fl.integration.adapters import adapter
 from vllm_fl.integration.layers import bind
-
-ACTIVATIONS = ("silu", "gelu")
-"""Those of the operator ``fused_experts``, by their names in vLLM's ``MoEActivation``."""
 
 _ANY_BACKEND = ("auto", "humming")  # vLLM takes the second, too, as no choice for these experts
 
@@ -95,7 +93,7 @@ def _check_layer(moe: FusedMoEConfig) -> None:
     all2all = parallel.use_all2all_kernels and not parallel.use_ag_rs_all2all_kernels
     lora = get_current_vllm_config().lora_config
     needs = {
-        f"the activation {moe.activation.value!r}": moe.activation.value not in ACTIVATIONS,
+        f"the activation {moe.activation.value!r}": moe.activation.value not in EXPERT_ACTIVATIONS,
         "a limit on the activation (swiglu_limit)": moe.swiglu_limit is not None,
         "biases": moe.has_bias,
         f"the all2all backend {parallel.all2all_backend!r}": all2all,
@@ -107,10 +105,10 @@ def _check_layer(moe: FusedMoEConfig) -> None:
         if needed:
             raise ValueError(
                 f"The model's unquantised experts need {what}, which vllm-fl's operator "
-                f"fused_experts does not have. It has the activations {' and '.join(ACTIVATIONS)}, "
-                "without limit or biases, and expert parallelism by allgather_reducescatter. Where "
-                f"vLLM has kernels of its own, {env.OOT_BLACKLIST.name}=fused_experts leaves the "
-                "experts to it."
+                "fused_experts does not have. It has the activations "
+                f"{' and '.join(EXPERT_ACTIVATIONS)}, without limit or biases, and expert "
+                "parallelism by allgather_reducescatter. Where vLLM has kernels of its own, "
+                f"{env.OOT_BLACKLIST.name}=fused_experts leaves the experts to it."
             )
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vllm_fl.dispatch.ops import OpSpec, get_spec
+from vllm_fl.dispatch.ops import get_spec
 from vllm_fl.dispatch.predicate import predicate
+from vllm_fl.dispatch.spec import OpSpec
 from vllm_fl.dispatch.state import device_arch
 from vllm_fl.dispatch.types import YES, OpImpl
 

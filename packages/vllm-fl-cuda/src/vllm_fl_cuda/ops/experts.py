@@ -11,9 +11,9 @@ from vllm.model_executor.layers.fused_moe.moe_align_block_size import (
     moe_align_block_size as vllm_moe_align_block_size,
 )
 
+from vllm_fl.dispatch.ops import check_expert_activation
 from vllm_fl_cuda.layout import fits_32_bits, is_aligned, is_elsewhere
 
-_ACTIVATIONS = ("silu", "gelu")
 _MOST_EXPERTS = 992  # the sorting kernel's thread block holds 1024, and it rounds up to a warp
 
 
@@ -94,10 +94,7 @@ def fused_experts(
     Raises:
         ValueError: the operator does not have the activation.
     """
-    if activation not in _ACTIVATIONS:
-        raise ValueError(
-            f"activation {activation!r}: fused_experts has {' and '.join(_ACTIVATIONS)}."
-        )
+    check_expert_activation(activation)
     experts = w1.shape[0] if global_num_experts == -1 else global_num_experts
     ids = topk_ids.clamp(0, experts - 1)
     return fused_moe.fused_experts(

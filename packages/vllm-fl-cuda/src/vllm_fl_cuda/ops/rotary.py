@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_fl.integration.rotary_cache import are_halves_of_one_cache, joint_cache
 from vllm_fl_cuda.layout import is_elsewhere
 
 
@@ -18,18 +19,12 @@ def rotary_embedding(
 ) -> tuple[Tensor, Tensor | None]:
     """Rotate query and key in place, by ``_C::rotary_embedding``.
 
-    The kernel reads one cache ``[max_position, cos | sin]``; see :func:`joint_cache`.
+    The kernel reads one cache ``[max_position, cos | sin]``.
     """
     torch.ops._C.rotary_embedding(
         position_ids, query, key, query.shape[-1], joint_cache(cos), is_neox_style
     )
     return query, key
-
-
-def joint_cache(cos: Tensor) -> Tensor:
-    """Return the cache of which ``cos`` is the left half, as a view."""
-    positions, half = cos.shape
-    return cos.as_strided((positions, 2 * half), (2 * half, 1))
 
 
 def rotary_embedding_supports(
@@ -46,7 +41,7 @@ def rotary_embedding_supports(
     """
     if is_elsewhere(query):
         return "the query is not on a CUDA device"
-    if not _are_halves_of_one_cache(cos, sin):
+    if not are_halves_of_one_cache(cos, sin):
         return "cos and sin are not the two halves of one cache"
     if position_ids.dtype != torch.int64 or not position_ids.is_contiguous():
         return "the positions are not contiguous int64"
@@ -63,16 +58,3 @@ def rotary_embedding_supports(
     if query.shape[1] % key.shape[1] != 0:
         return f"{query.shape[1]} query heads are no multiple of {key.shape[1]} key heads"
     return True
-
-
-def _are_halves_of_one_cache(cos: Tensor, sin: Tensor) -> bool:
-    """Whether ``cos, sin`` are what ``cache.chunk(2, dim=-1)`` returns."""
-    half = cos.shape[1]
-    strides = (2 * half, 1)
-    if sin.shape != cos.shape or sin.dtype != cos.dtype:
-        return False
-    if cos.stride() != strides or sin.stride() != strides:
-        return False
-    if torch.compiler.is_compiling():  # a tracer knows no addresses; rows with such gaps are halves
-        return True
-    return sin.data_ptr() == cos.data_ptr() + half * cos.element_size()

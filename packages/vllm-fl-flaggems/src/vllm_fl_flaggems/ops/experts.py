@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from vllm_fl.dispatch.ops import check_expert_activation
 from vllm_fl_flaggems.kernels.align import Choices
 from vllm_fl_flaggems.kernels.experts import Blocks, down_project, up_project
 from vllm_fl_flaggems.kernels.launch import shared_memory
@@ -14,8 +15,6 @@ from vllm_fl_flaggems.moe_tiles import MAX_EXPERTS, ExpertsTile, experts_tile, s
 from vllm_fl_flaggems.ops.align import aligned, ids_refusal, map_refusal
 from vllm_fl_flaggems.ops.layout import refusal
 from vllm_fl_flaggems.ops.library import define
-
-ACTIVATIONS = ("silu", "gelu")
 
 
 def supports(
@@ -94,10 +93,7 @@ def fused_experts(
     Raises:
         ValueError: the activation is unknown.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"fused_experts: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-        )
+    check_expert_activation(activation)
     arguments = (
         hidden_states, w1, w2, topk_weights, topk_ids, activation, apply_router_weight_on_input,
         global_num_experts, expert_map,

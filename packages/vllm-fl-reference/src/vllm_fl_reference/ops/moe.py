@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_fl.dispatch.ops import check_expert_activation
 from vllm_fl_reference.ops.activation import gelu_and_mul, silu_and_mul
 
 ACTIVATIONS = {"silu": silu_and_mul, "gelu": gelu_and_mul}
@@ -129,10 +130,7 @@ def fused_experts(
     Raises:
         ValueError: The activation is unknown or the shapes do not fit together.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"fused_experts: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}"
-        )
+    check_expert_activation(activation)
     experts, twice_inner, hidden = w1.shape
     if w2.shape != (experts, hidden, twice_inner // 2) or hidden_states.shape[1:] != (hidden,):
         raise ValueError(

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from vllm_fl.dispatch.ops import EXPERT_ACTIVATIONS
 from vllm_fl.testing.case import Arguments, Case, ConformanceFailure, Subject
 from vllm_fl.testing.checks import Inputs, TensorOperator
 from vllm_fl.testing.compare import Expected
@@ -157,7 +158,7 @@ def _forms() -> Iterator[Form]:
             yield replace(base, tokens=tokens)
         for sizes in ((16, 16), (24, 40), (128, 96), (200, 72), (512, 256)):
             yield replace(base, sizes=sizes)
-        for activation in ("silu", "gelu"):
+        for activation in EXPERT_ACTIVATIONS:
             for on_input, k in ((True, 1), (True, 2), (False, 3)):
                 yield replace(base, activation=activation, on_input=on_input, k=k)
         for ids in ("one", "outside"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import optuna
 import pytest
-from modelled import PLANTED, TOGETHER, ModelledArena
+from modelled import PLANTED, TOGETHER, ModelledArena, search
 
 from vllm_fl.autotune.search import make_sampler, ranked, tried
 from vllm_fl.autotune.studies import claim, is_alive, me, open_storage, open_study, study_name
@@ -81,6 +81,23 @@ def test_a_killed_process_loses_one_trial_which_is_repeated(url, storage):
     finish(searcher(url, "second"))
     check(study)
     assert {t.number for t in ranked(study) if t.user_attrs["by"] == "killed"} >= before
+
+
+def test_a_process_that_dies_before_its_trial_begins_loses_one_which_is_repeated(
+    storage, monkeypatch
+):
+    monkeypatch.setattr("vllm_fl.autotune.studies.STALE_SECONDS", 0.2)
+    arena = ModelledArena(PLANTED, TOGETHER)
+    study = open_study("autotune planted", storage, make_sampler(0), resume=True)
+    first = {"silu_and_mul": "reference", "rms_norm": "reference", "rotary_embedding": "vendor",
+             "moe_sum": "vendor"}  # fmt: skip
+    study.enqueue_trial(first)
+    with pytest.warns(UserWarning, match="Heartbeat"):
+        study.ask()  # as a process does that is killed next: the trial runs without a heartbeat
+    search(arena, TRIALS, study)
+    check(study)
+    assert study.trials[0].state.name == "FAIL"
+    assert first in [trial.params for trial in ranked(study)]
 
 
 def test_a_study_is_only_continued_when_that_is_asked_for(storage):

@@ -13,7 +13,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from vllm_fl.autotune.evidence import Evidence
 from vllm_fl.autotune.space import Configuration, Space, distance
-from vllm_fl.autotune.studies import experimental
+from vllm_fl.autotune.studies import DeadTrials, experimental
 from vllm_fl.autotune.supervisor import TrialFailed
 
 
@@ -86,6 +86,9 @@ class Search:
     evaluate: Callable[[Configuration], Outcome]
     told: Callable[[], None] = lambda: None
 
+    def __post_init__(self) -> None:
+        self._dead = DeadTrials(self.study)
+
     def plant_seeds(self) -> None:
         """Queue the first configurations, once a study."""
         for configuration in seeds(self.space, self.evidence, self.trials):
@@ -104,8 +107,7 @@ class Search:
     def _finished(self) -> bool:
         if time.monotonic() >= self.deadline:
             return True
-        with experimental():
-            optuna.storages.fail_stale_trials(self.study)
+        self._dead.fail()
         if len(tried(self.study)) >= self.trials:
             return True
         waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
@@ -120,6 +122,7 @@ class Search:
         return bool(running) and not waiting and next(self._untried(), None) is None
 
     def _objective(self, trial: Trial) -> float:
+        self._dead.begin(trial)
         configuration = {
             op: str(trial.suggest_categorical(op, impls))
             for op, impls in self.space.choices.items()

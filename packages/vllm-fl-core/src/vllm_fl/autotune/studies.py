@@ -10,10 +10,12 @@ import socket
 import time
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
 import sqlalchemy.exc
+from optuna.trial import TrialState
 
 from vllm_fl.dispatch.errors import ConfigError
 
@@ -21,7 +23,9 @@ PATIENCE_SECONDS = 3600
 """After so long a claim from another machine no longer counts."""
 
 HEARTBEAT_SECONDS = 5
-"""A running trial tells its study so often that it is alive; three times as long ends it."""
+"""A running trial tells its study so often that it is alive."""
+STALE_SECONDS = 3 * HEARTBEAT_SECONDS
+"""After so long without a sign a trial's process counts as dead."""
 
 STORAGE_ATTEMPTS = 5
 
@@ -74,13 +78,12 @@ def _make_storage(url: str) -> optuna.storages.RDBStorage:
     if url.startswith("sqlite"):
         options = {"connect_args": {"timeout": 60}}  # others write, too
     with experimental():
-        retry = optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=1)
         return optuna.storages.RDBStorage(
             url,
             engine_kwargs=options,
             heartbeat_interval=HEARTBEAT_SECONDS,
-            grace_period=3 * HEARTBEAT_SECONDS,
-            heartbeat_stale_trial_callback=retry,
+            grace_period=STALE_SECONDS,
+            heartbeat_stale_trial_callback=_retry(),
         )
 
 
@@ -114,6 +117,41 @@ def open_study(
             f"The storage holds this study already ({name}). --resume continues it or joins the "
             "process that runs it; another --storage starts afresh."
         ) from error
+
+
+def _retry() -> optuna.storages.RetryHeartbeatStaleTrialCallback:
+    with experimental():
+        return optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=1)
+
+
+@dataclass
+class DeadTrials:
+    """Fails a study's trials whose processes have died, and queues each of them once more.
+
+    Optuna does so for trials that had a heartbeat. One whose process died before the first would
+    run for ever; it is known by not having begun.
+    """
+
+    study: optuna.Study
+    _unbegun_since: dict[int, float] = field(default_factory=dict)
+
+    @staticmethod
+    def begin(trial: optuna.Trial) -> None:
+        """Note that a trial has begun."""
+        trial.set_user_attr("begun", trial.number)  # a repeated trial inherits another's
+
+    def fail(self) -> None:
+        """Fail what has been without a sign for too long."""
+        with experimental():
+            optuna.storages.fail_stale_trials(self.study)
+        now = time.monotonic()
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        unbegun = {t.number: t for t in running if t.user_attrs.get("begun") != t.number}
+        self._unbegun_since = {n: self._unbegun_since.get(n, now) for n in unbegun}
+        for number, since in self._unbegun_since.items():
+            if now - since > STALE_SECONDS:
+                self.study.tell(number, state=TrialState.FAIL, skip_if_finished=True)
+                _retry()(self.study, unbegun[number])
 
 
 @contextlib.contextmanager

@@ -16,9 +16,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import tomllib
 
 from vllm_fl.cli.main import main
 from vllm_fl.dispatch.config import parse_file
+from vllm_fl.dispatch.discovery import PLUGIN_GROUP
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -81,6 +83,12 @@ def test_python_blocks_run(page, code):
 @pytest.mark.parametrize(("page", "text"), blocks("yaml"))
 def test_yaml_blocks_are_valid(page, text):
     assert parse_file(text, page)
+
+
+def test_the_entry_point_is_the_one_that_is_read():
+    ((_, text),) = blocks("toml")
+    (group,) = tomllib.loads(text)["project"]["entry-points"]
+    assert group == PLUGIN_GROUP
 
 
 @pytest.mark.parametrize("line", RUN)
@@ -164,6 +172,25 @@ CHECKS = {
     "vllm": check_vllm,
     "vllm-fl": check_vllm_fl,
 }
+
+
+def test_the_site_builds_and_needs_no_other_site(tmp_path):
+    pytest.importorskip("mkdocs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT, env=environ(NO_MKDOCS_2_WARNING="1"), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for page in PAGES[2:]:
+        name = page.name.removesuffix(".md").removesuffix(".zh")
+        folder = tmp_path / ("zh" if page.name.endswith(".zh.md") else "")
+        place = folder / page.relative_to(ROOT / "docs").with_name(name)
+        assert (place.with_name("index.html") if name == "index" else place / "index.html").exists()
+    for built in tmp_path.rglob("*.html"):
+        loads = re.findall(
+            r'<(?:script|img|link)[^>]*(?:src|href)="?https?:[^>]*>', built.read_text()
+        )
+        assert not loads, built
 
 
 def test_there_is_something_to_run():

@@ -71,8 +71,12 @@ def test_three_written_steps_from_an_entry_point(overlay, tmp_path):
 @pytest.mark.parametrize("value", ["vllm_fl_bolt.register_ops", "vllm_fl_bolt.bolt:BoltBackend"])
 def test_three_written_steps_from_a_named_module(overlay, value):
     env = {"PYTHONPATH": str(BOLT), "VLLM_FL_PLUGIN_MODULES": value, "VLLM_FL_PREFER": "vendor"}
+    (row,) = [row for row in overlay.backends(**env).values() if not row["wheel"]]
+    assert row["usable"]
     chosen = overlay.decisions("silu_and_mul", **env)
     assert chosen["vendor.bolt"] == ("", "chosen")
+    verified_operators = verified(overlay.fl("verify", "vendor.bolt", "-k", FEW, **env))
+    assert verified_operators == {"silu_and_mul", "rms_norm"}
 
 
 @pytest.mark.parametrize(

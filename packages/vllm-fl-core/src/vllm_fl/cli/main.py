@@ -24,7 +24,7 @@ from vllm_fl.dispatch.state import current_config, current_device, report_unused
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status (0 fine, 1 refused, 2 wrong usage)."""
-    parser = _parser()
+    parser = make_parser()
     arguments, others = parser.parse_known_args(argv)
     if others and arguments.run is not profile.run:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
@@ -55,7 +55,8 @@ def _look_up(arguments: argparse.Namespace) -> None:
             tuned.configure(arguments.model, arguments.dtype)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line; ``run`` of its result does what was asked for."""
     parser = argparse.ArgumentParser(
         prog="vllm-fl", description="Operators of one stock vLLM on many chips."
     )

@@ -1,7 +1,7 @@
 """Every environment variable of vllm-fl: its parser, default and documentation.
 
-Nothing else in the project reads ``os.environ``; the table in docs/environment.md is generated
-from :data:`VARIABLES`. Values are parsed strictly: what cannot be understood is an error that
+They are read here alone, and the table in docs/environment.md is generated from
+:data:`VARIABLES`. Values are parsed strictly: what cannot be understood is an error that
 names the variable, what was given and what is allowed.
 """
 

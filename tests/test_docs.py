@@ -19,7 +19,7 @@ import pytest
 import tomllib
 
 from vllm_fl.cli.main import make_parser
-from vllm_fl.dispatch.config import parse_file
+from vllm_fl.dispatch.config_file import parse_file
 from vllm_fl.dispatch.discovery import PLUGIN_GROUP
 
 ROOT = Path(__file__).parent.parent

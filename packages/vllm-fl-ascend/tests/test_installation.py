@@ -12,7 +12,8 @@ from importlib import metadata
 import pytest
 from machine import make_machine, torch_release, use_machine
 
-from vllm_fl.dispatch.config import load, read_resource
+from vllm_fl.dispatch.config import load
+from vllm_fl.dispatch.config_file import read_resource
 from vllm_fl_ascend import installation
 from vllm_fl_ascend.backend import AscendBackend
 

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_fl.dispatch import ConfigError, config, env
-from vllm_fl.dispatch.config import SETTINGS
+from vllm_fl.dispatch import ConfigError, config, config_file, env
+from vllm_fl.dispatch.settings import SETTINGS
 
 
 def load(tmp_path=None, text=None, defaults=None, **environ):
@@ -201,7 +201,7 @@ def test_the_switches_hold_beside_a_user_s_file(tmp_path):
 
 
 def test_the_schema_describes_what_files_may_hold():
-    schema = config.json_schema()
+    schema = config_file.json_schema()
     assert schema["additionalProperties"] is False
     assert sorted(schema["properties"]) == [
         "allow_vendors", "deny_vendors", "flagos_blacklist", "flagos_whitelist", "oot_blacklist",

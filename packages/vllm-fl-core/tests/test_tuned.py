@@ -11,6 +11,7 @@ from vllm_fl.dispatch import (
     OpImpl,
     OpManager,
     config,
+    config_file,
     discovery,
     reset_global_policy,
     state,
@@ -42,7 +43,7 @@ def folder(tmp_path):
 
 
 def choose(folder):
-    return tuned.choose(config.read_blocks(folder.path), HERE)
+    return tuned.choose(config_file.read_blocks(folder.path), HERE)
 
 
 def test_the_latest_one_that_fits_is_chosen(folder):
@@ -131,7 +132,7 @@ def test_explain_says_tuned(folder):
 
 
 def test_the_block_is_in_the_schema():
-    schema = config.json_schema()["properties"]["tuned"]
+    schema = config_file.json_schema()["properties"]["tuned"]
     assert schema["required"] == list(BLOCK)
     assert schema["additionalProperties"] is False
 

@@ -11,7 +11,8 @@ from types import ModuleType
 
 import pytest
 
-from vllm_fl.dispatch.config import load, read_resource
+from vllm_fl.dispatch.config import load
+from vllm_fl.dispatch.config_file import read_resource
 from vllm_fl.integration.custom_ops import CUSTOM_OPS
 from vllm_fl_cuda import nvml
 from vllm_fl_cuda.backend import CudaBackend

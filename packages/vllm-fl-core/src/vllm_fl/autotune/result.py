@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.dispatch import config, tuned
+from vllm_fl.dispatch import tuned
+from vllm_fl.dispatch.config import Config
+from vllm_fl.dispatch.config_file import parse_file
 from vllm_fl.dispatch.errors import ConfigError
+from vllm_fl.dispatch.oplist import write_atomically
+from vllm_fl.dispatch.settings import BY_KEY, SETTINGS
 
 
 def file_content(
-    settings: config.Config, orders: Mapping[str, list[str]], block: Mapping[str, Any]
+    settings: Config, orders: Mapping[str, list[str]], block: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the content of a tuned configuration file.
 
@@ -23,21 +27,20 @@ def file_content(
         block: what the file says about itself.
     """
     content: dict[str, Any] = {tuned.KEY: dict(block)}
-    for setting in config.SETTINGS:
+    for setting in SETTINGS:
         value = settings[setting.key]
         # A white- and a blacklist do not go together; an empty blacklist cancels a whitelist
         # of the platform's defaults.
-        superseded = setting.cancels and settings[setting.cancels] != _default(setting.cancels)
+        superseded = (
+            setting.cancels
+            and settings[setting.cancels] != BY_KEY[setting.cancels].variable.default
+        )
         cancelling = setting.extends and not superseded
         if setting.parse is not None and (cancelling or value != setting.variable.default):
             content[setting.key] = list(value) if isinstance(value, tuple) else value
     changed = {**settings["op_backends"], **orders}
     content["op_backends"] = {op: list(order) for op, order in changed.items()}
     return content
-
-
-def _default(key: str) -> Any:
-    return next(s.variable.default for s in config.SETTINGS if s.key == key)
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
@@ -50,14 +53,12 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
     text = "# Written by `vllm-fl autotune`: use it by VLLM_FL_CONFIG, or put it into the folder\n"
     text += "# of VLLM_FL_TUNED_DIR.\n" + yaml.safe_dump(dict(content), sort_keys=False)
-    config.parse_file(text, str(path))
+    parse_file(text, str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.new")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    write_atomically(path, text)
 
 
-def check_switches(settings: config.Config) -> None:
+def check_switches(settings: Config) -> None:
     """Refuse to tune under a switch that a file cannot hold.
 
     Raises:

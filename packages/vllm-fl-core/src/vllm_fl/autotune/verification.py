@@ -17,9 +17,10 @@ from vllm_fl.autotune.objective import Objective
 from vllm_fl.autotune.space import Configuration
 from vllm_fl.autotune.supervisor import TrialFailed
 from vllm_fl.dispatch import config, env
+from vllm_fl.dispatch.settings import SETTINGS
 from vllm_fl.dispatch.state import current_device
 
-SETTING_VARIABLES = (env.CONFIG, *(setting.variable for setting in config.SETTINGS))
+SETTING_VARIABLES = (env.CONFIG, *(setting.variable for setting in SETTINGS))
 """What an engine under the platform's own defaults does not see."""
 
 RUNS = 3

@@ -14,11 +14,12 @@ from typing import Any
 from vllm_fl.cli import autotune, new_backend, profile, verify
 from vllm_fl.cli.arguments import parse_call
 from vllm_fl.cli.tables import key_values, table
-from vllm_fl.dispatch.config import BUILT_IN, json_schema
+from vllm_fl.dispatch.config_file import json_schema
 from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
 from vllm_fl.dispatch.report import backends, doctor, explain
+from vllm_fl.dispatch.settings import BUILT_IN
 from vllm_fl.dispatch.state import current_config, current_device, report_unused
 
 

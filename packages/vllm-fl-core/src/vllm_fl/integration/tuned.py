@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.dispatch import config, env, state, tuned
+from vllm_fl.dispatch import config_file, env, state, tuned
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.integration import plugin
 
@@ -70,7 +70,7 @@ def look_up(vllm_config: VllmConfig) -> None:
     named = env.CONFIG.read() or env.TUNED_FILE.read()
     folder = env.TUNED_DIR.read()
     if named is not None and named != _found:
-        block = config.read_block(named)
+        block = config_file.read_block(named)
         if block is not None:
             _warn(named, block, _facts(vllm_config))
         return
@@ -79,7 +79,7 @@ def look_up(vllm_config: VllmConfig) -> None:
     if state.get_policy() != state.current_config().policy():
         logger.info("%s is not searched: a policy was set from Python.", env.TUNED_DIR.name)
         return
-    _found, refused = tuned.choose(config.read_blocks(folder), _facts(vllm_config))
+    _found, refused = tuned.choose(config_file.read_blocks(folder), _facts(vllm_config))
     for reason in refused:
         logger.warning("%s.", reason)
     if _found is None:

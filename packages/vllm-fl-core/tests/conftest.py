@@ -22,6 +22,7 @@ from vllm_fl.dispatch import (
     reset_default_manager,
     reset_global_policy,
     set_global_policy,
+    state,
 )
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside the tests
@@ -31,6 +32,8 @@ sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside the tes
 def _clean(monkeypatch):
     for name in [n for n in os.environ if n.startswith("VLLM_FL_")]:
         monkeypatch.delenv(name)
+    # Managers of earlier tests live until they are collected, and would react to policies.
+    state._listeners.clear()
     reset_default_manager()
     set_global_policy(SelectionPolicy())
     yield

@@ -1,10 +1,10 @@
-"""AutoTune on a model of e2e.py: from all operators on flagos to the tuned configuration.
+"""AutoTune on a model of benchmarks/e2e: from all operators on flagos to the tuned configuration.
 
-    python benchmarks/autotune.py --model qwen3-30b-a3b --layers 12 --time-budget 20m
+    python -m benchmarks.autotune --model qwen3-30b-a3b --layers 12 --time-budget 20m
 
 Tunes under a configuration with every operator on flagos and attention by the vendor, which stays;
-vendor and reference are available. Then e2e.py measures native vLLM, that configuration, the vendor
-alone and the result in turns. More arguments go to `vllm-fl autotune`.
+vendor and reference are available. Then benchmarks/e2e measures native vLLM, that configuration,
+the vendor alone and the result in turns. More arguments go to `vllm-fl autotune`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-from e2e import HERE, write_model
-
+from benchmarks.e2e.models import write_model
 from vllm_fl.dispatch.ops import CATALOGUE
+
+HERE = Path(__file__).parent
 
 
 def main() -> None:
     """Tune, then compare; results go to benchmarks/results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="qwen3-30b-a3b", help="as for e2e.py")
+    parser.add_argument("--model", default="qwen3-30b-a3b", help="as for benchmarks/e2e")
     parser.add_argument("--layers", type=int, default=12, help="cut the model to so many")
     parser.add_argument("--folder", type=Path, default=Path("autotune-work"))
     arguments, more = parser.parse_known_args()
@@ -50,7 +51,7 @@ def main() -> None:
     modes = [f"flagos={base}", "vendor", *([f"tuned={out}"] if out.exists() else [])]
     subprocess.run(
         [
-            sys.executable, str(HERE / "e2e.py"), "--model", str(model),
+            sys.executable, "-m", "benchmarks.e2e", "--model", str(model),
             *(part for mode in modes for part in ("--mode", mode)),
             "--live", str(len(modes) + 1), "--out", str(HERE / "results" / "autotune-e2e.json"),
         ],

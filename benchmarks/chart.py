@@ -1,4 +1,4 @@
-"""Draws the results of benchmarks/kernels and benchmarks/e2e.py.
+"""Draws the results of benchmarks/kernels and benchmarks/e2e.
 
     python benchmarks/chart.py [RESULT.json ...] [--out docs/images]
 
@@ -66,7 +66,7 @@ def kernels(result: dict[str, Any]) -> Figure:
 
 
 def end_to_end(result: dict[str, Any]) -> Figure:
-    """Draw the speeds of one run of benchmarks/e2e.py over its baseline: a panel a model."""
+    """Draw the speeds of one run of benchmarks/e2e over its baseline: a panel a model."""
     models = result["models"]
     figure, panels = pyplot.subplots(len(models), 1, figsize=(9, 3.4 * len(models)), squeeze=False)
     facts: dict[str, Any] = {}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,23 +14,22 @@ import pytest
 from vllm_fl.dispatch.config import load
 from vllm_fl.dispatch.ops import CATALOGUE
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.insert(0, str(ROOT))
+from benchmarks.e2e import agreement, measuring, memory  # noqa: E402
+from benchmarks.e2e.models import MODELS, token_bytes, weight_bytes, write_model  # noqa: E402
+from benchmarks.e2e.modes import Mode  # noqa: E402
+from benchmarks.e2e.process import EngineFailed  # noqa: E402
+from benchmarks.e2e.results import Results  # noqa: E402
+from benchmarks.e2e.workloads import WORKLOADS, Workload  # noqa: E402
 
 
-@pytest.fixture(scope="module")
-def e2e():
-    spec = importlib.util.spec_from_file_location("e2e", BENCHMARKS / "e2e.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["e2e"] = module  # where dataclasses look their annotations up
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_modes_are_configurations(e2e, tmp_path):
-    assert e2e.mode_environment("native", tmp_path) == ("native", {"VLLM_PLUGINS": ""})
-    assert e2e.mode_environment("default", tmp_path) == ("default", {})
+def test_modes_are_configurations(tmp_path):
+    assert Mode.parse("native", tmp_path) == Mode("native", {"VLLM_PLUGINS": ""})
+    assert Mode.parse("default", tmp_path) == Mode("default", {})
     configs = {
-        mode: load(environ=e2e.mode_environment(mode, tmp_path)[1])
+        mode: load(environ=Mode.parse(mode, tmp_path).environ)
         for mode in ("null", "vendor", "flagos", "flagos-gemm")
     }
     assert not any(configs["null"].oot_decision(op) for op in CATALOGUE)
@@ -40,23 +40,180 @@ def test_modes_are_configurations(e2e, tmp_path):
     assert configs["flagos-gemm"]["use_flaggems"] is True
 
 
-def test_a_mode_of_one_s_own(e2e, tmp_path):
+def test_a_mode_of_one_s_own(tmp_path):
     mine = tmp_path / "mine.yaml"
     mine.write_text("prefer: vendor\n")
-    name, environ = e2e.mode_environment(f"mix={mine}", tmp_path)
-    assert name == "mix"
-    assert load(environ=environ)["prefer"] == "vendor"
+    mode = Mode.parse(f"mix={mine}", tmp_path)
+    assert (mode.name, mode.configuration) == ("mix", "prefer: vendor\n")
+    assert load(environ=mode.environ)["prefer"] == "vendor"
     with pytest.raises(ValueError, match="there is no file"):
-        e2e.mode_environment("mix=none.yaml", tmp_path)
+        Mode.parse("mix=none.yaml", tmp_path)
     with pytest.raises(ValueError, match="there is no mode 'flagoss'"):
-        e2e.mode_environment("flagoss", tmp_path)
+        Mode.parse("flagoss", tmp_path)
 
 
-def test_workloads(e2e):
-    assert list(map(str, e2e.WORKLOADS)) == ["128x512x128", "1x32x256", "32x4096x16"]
-    assert e2e.Workload.parse("2x3x4") == e2e.Workload(2, 3, 4)
+def test_workloads():
+    assert list(map(str, WORKLOADS)) == ["128x512x128", "1x32x256", "32x4096x16"]
+    assert Workload.parse("2x3x4") == Workload(2, 3, 4)
     with pytest.raises(argparse.ArgumentTypeError):
-        e2e.Workload.parse("2x0x4")
+        Workload.parse("2x0x4")
+
+
+def test_models(tmp_path):
+    billions = {name: weight_bytes(config) / 2e9 for name, config in MODELS.items()}
+    assert billions == pytest.approx(
+        {"qwen3-0.6b": 0.596, "qwen3-8b": 8.19, "qwen3-30b-a3b": 30.5}, rel=0.005
+    )
+    written = write_model("qwen3-30b-a3b", 12, tmp_path)
+    assert json.loads((written / "config.json").read_text())["num_hidden_layers"] == 12
+    assert write_model(str(written), None, tmp_path) == written
+    with pytest.raises(ValueError, match="there is no model 'qwen'"):
+        write_model("qwen", None, tmp_path)
+
+
+def test_as_many_engines_as_the_memory_holds():
+    device = 140 << 30
+    small, large = MODELS["qwen3-0.6b"], MODELS["qwen3-30b-a3b"]
+    assert memory.share(small, WORKLOADS, 5, device)[0] == 5
+    live, cache = memory.share(large, WORKLOADS, 4, device)
+    assert live == 2
+    needed = {str(w): w.cached_tokens * token_bytes(large) for w in WORKLOADS}
+    assert needed["128x512x128"] < cache < needed["32x4096x16"]
+    assert 2 * (weight_bytes(large) + memory.OVERHEAD + cache) <= device - memory.SPARE
+    assert memory.share(large, WORKLOADS, 4, None) == (4, max(needed.values()))
+    with pytest.raises(ValueError, match="give fewer --layers"):
+        memory.share(large, WORKLOADS, 4, 80 << 30)
+
+
+def test_a_divergence_is_explained_by_a_near_tie_or_not():
+    prompts, native = [[1], [2], [3]], [[5, 6], [5, 7], [5, 8]]
+    ours = [[5, 6], [5, 9], [4, 8]]
+    asked = []
+
+    def ask(texts):
+        asked.append(texts)
+        return [{"7": -1.0, "9": -1.1}, {"5": -1.0, "4": -3.0}]
+
+    found = agreement.compare(prompts, ours, native, ask, ask)
+    assert asked == [[[2, 5], [3]]] * 2
+    assert (found["different"], found["unexplained"]) == (2, 1)
+    assert found["first"] == found["widest"]
+    assert found["first"] == {
+        "request": 2, "position": 0, "ours": 4, "native": 5, "native_gap": 2.0, "our_gap": -2.0,
+        "near_tie": False,
+    }  # fmt: skip
+    assert agreement.describe(agreement.compare([[1]], [[2]], [[2]], ask, ask)) == "equal to native"
+
+
+class FakeEngine:
+    """An engine whose tokens and seconds are planted; modes that are named so are broken."""
+
+    log: list[str] = []
+    seconds = {"native": 1.0, "fast": 0.5}
+
+    def __init__(self, environ, log):
+        self.mode = log.stem.partition("-")[2]
+        self.log.append(f"start {self.mode}")
+
+    def ask(self, limit, start):
+        if self.mode == "broken":
+            raise EngineFailed("planted")
+        return {"device": "none", "versions": {}, "dispatched": {}}
+
+    def generate(self, prompts, new_tokens, limit, logprobs=None):
+        if (len(prompts), new_tokens) == (2, 4):
+            self.log.append(f"run {self.mode}")
+        steps = [{"1": -0.5}] * new_tokens
+        return {
+            "seconds": self.seconds[self.mode],
+            "tokens": [[1] * new_tokens for _ in prompts],
+            "logprobs": [steps for _ in prompts],
+        }
+
+    def stop(self):
+        self.log.append(f"stop {self.mode}")
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """Make measurements of modes with planted engines; all share one file of results."""
+    monkeypatch.setattr(measuring, "Engine", FakeEngine)
+    monkeypatch.setattr(measuring, "stop_all", lambda engines: [e.stop() for e in engines])
+    FakeEngine.log = []
+
+    def make(*modes, rounds=3, restarts=0, seconds=None, live=3, retry=False):
+        return measuring.Bench(
+            "model", {}, 100, [Mode(mode, {}) for mode in modes], [Workload(2, 3, 4)], rounds,
+            restarts, live, Results(tmp_path / "out.json"), measuring.Clock(seconds), tmp_path,
+            retry,
+        )  # fmt: skip
+
+    return make
+
+
+def test_engines_take_turns_and_ratios_are_of_a_round(bench, tmp_path):
+    bench("native", "broken", "fast", restarts=2).run()
+    turns = ["run native", "run fast"] * 4
+    assert FakeEngine.log == [
+        "start native", "start broken", "stop broken", "start fast", *turns, "stop native",
+        "stop fast", *["start native", "stop native", "start fast", "stop fast"] * 2,
+    ]  # fmt: skip
+    records = json.loads((tmp_path / "out.json").read_text())["models"]["model"]
+    assert records["native"]["output_tokens_per_second"] == {"2x3x4": [8.0] * 3}
+    assert records["fast"]["output_tokens_per_second"] == {"2x3x4": [16.0] * 3}
+    assert records["fast"]["ratio"] == {"2x3x4": [2.0] * 3}
+    assert records["fast"]["tokens"] == {"2x3x4": {"requests": 2, "different": 0}}
+    assert records["fast"]["repeatable"] == {"2x3x4": True}
+    assert len(records["fast"]["restart_seconds"]) == 2
+    assert "planted" in records["broken"]["error"]
+    assert "2.000 [2.000, 2.000]" in (tmp_path / "out.txt").read_text()
+
+
+def test_a_run_goes_on_from_the_file(bench):
+    bench("native", "fast", "broken", rounds=1).run()
+    FakeEngine.log.clear()
+    again = bench("native", "fast", "broken", rounds=1)
+    again.run()
+    assert FakeEngine.log == []
+    more = bench("native", "fast", rounds=2)
+    more.run()
+    assert len(more.results.models["model"]["fast"].ratio["2x3x4"]) == 2
+    FakeEngine.log.clear()
+    bench("native", "broken", rounds=2, retry=True).run()
+    assert "start broken" in FakeEngine.log
+
+
+def test_a_run_ends_within_its_time(bench):
+    with pytest.raises(measuring.OutOfTime):
+        bench("native", "fast", seconds=10).run()
+    assert FakeEngine.log == []
+
+
+def test_a_mode_keeps_its_meaning(bench):
+    bench("native", "fast").run()
+    with pytest.raises(ValueError, match="another configuration"):
+        bench("native").results.record("model", Mode("fast", {}, "prefer: vendor"), retry=False)
+
+
+def test_whole_engines_on_the_cpu(tmp_path, tiny_model):
+    out = tmp_path / "e2e.json"
+    engine = {"dtype": "float32", "kv_cache_memory_bytes": 1 << 26}
+    command = [
+        sys.executable, "-m", "benchmarks.e2e", "--smoke", "--model", str(tiny_model),
+        "--baseline", "null", "--mode", "default", "--workload", "2x8x4", "--rounds", "2",
+        "--engine", json.dumps(engine), "--out", str(out),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True,
+        text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (records,) = json.loads(out.read_text())["models"].values()
+    assert records["null"]["facts"]["dispatched"] == {}
+    assert records["default"]["facts"]["dispatched"]["rms_norm"] == "reference.torch"
+    assert len(records["default"]["ratio"]["2x8x4"]) == 2
+    assert records["default"]["tokens"]["2x8x4"] == {"requests": 2, "different": 0}
+    assert records["default"]["logprob_error"] < 1e-4
 
 
 def test_charts_are_drawn_for_every_result(tmp_path):

@@ -1,10 +1,10 @@
-"""One engine of benchmarks/e2e.py in a process of its own: commands come in, answers go out.
+"""One engine in a process of its own: commands come in, answers go out.
 
-    python benchmarks/e2e_engine.py DESCRIPTOR < COMMANDS
+    python -m benchmarks.e2e.engine DESCRIPTOR < COMMANDS
 
 Each is a JSON object a line. Standard output is vLLM's to write on, so answers go to a file
-descriptor that is named. Commands: {"start": arguments of LLM}, {"run": [[token ids, ...], ...],
-"new_tokens": n, "logprobs": k or null}, {"stop": true}.
+descriptor that is named. Commands: {"start": arguments of LLM} and {"run": [[token ids, ...], ...],
+"new_tokens": n, "logprobs": k or null}. The end of the input ends the process.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def start(arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     platform = type(current_platform)
     return llm, {
         "engine_seconds": seconds,
+        "engine_arguments": arguments,
         "platform": f"{platform.__module__}.{platform.__qualname__}",
         "device": current_platform.get_device_name(),
         "cuda": torch.version.cuda,
@@ -96,10 +97,8 @@ def main() -> None:
             command = json.loads(line)
             if "start" in command:
                 llm, answer = start(command["start"])
-            elif "run" in command:
-                answer = generate(llm, command)
             else:
-                return
+                answer = generate(llm, command)
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
 

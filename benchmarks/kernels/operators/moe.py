@@ -264,7 +264,7 @@ def written(function: Call, x: Tensor, out: Tensor) -> Tensor:
 
 def sum_launch(x: Tensor, out: Tensor, tile: tiles.SumTile) -> Tensor:
     """Launch our kernel with a given tile."""
-    sum_kernels.moe_sum(out, x, None, tile)
+    sum_kernels.moe_sum(out, x, tile)
     return out
 
 

@@ -26,7 +26,7 @@ from vllm_fl_flaggems.moe_tiles import (
     sum_tile,
     topk_tile,
 )
-from vllm_fl_flaggems.ops import align, experts, moe_sum, routing
+from vllm_fl_flaggems.ops import align, moe_sum, routing
 from vllm_fl_flaggems.tiles import power_of_2
 
 EVERY = 17  # no factor of the number of dtypes or shapes
@@ -58,7 +58,6 @@ def large_tiles() -> Iterator[None]:
         (routing, "grouped_tile", large_grouped),
         (align, "align_tile", large_align),
         (moe_sum, "sum_tile", large_sum),
-        (experts, "sum_tile", large_sum),
     ]
     with pytest.MonkeyPatch.context() as patch:
         for module, name, choice in changes:

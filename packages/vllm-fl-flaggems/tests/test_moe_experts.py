@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tensors import DTYPES, LAYOUTS, PROPERTY, close, normal, place
 from torch import Tensor
 
+from vllm_fl.dispatch import SelectionPolicy, get_default_manager, policy_context
 from vllm_fl_flaggems.kernels.align import Choices
 from vllm_fl_flaggems.moe_tiles import ExpertsTile, MatmulTile
 from vllm_fl_flaggems.ops import experts, moe_sum
@@ -127,6 +128,25 @@ def test_bad_ids_and_maps(tokens: int, dtype: torch.dtype) -> None:
     near(experts.fused_experts(*call, *mapped), wide(*call, *mapped))
     nowhere = ("silu", False, 8, torch.full_like(expert_map, -1))
     assert torch.equal(experts.fused_experts(*call, *nowhere), torch.zeros_like(x))
+
+
+@pytest.mark.parametrize("tokens", [1, 12])
+def test_sorting_and_sum_are_whoever_s_the_policy_says(tokens: int) -> None:
+    call = arguments(tokens, 4, 3, (32, 16), torch.float32)
+    call[-1][0, 0], call[-1][-1, 1] = -1, 99
+    expert_map = torch.tensor([-1, 2, -1, 0, 1, -1, 3, -1], dtype=torch.int32)
+    mapped = ("silu", False, 8, expert_map)
+    expected = wide(*call, *mapped)
+    sorting = ("moe_align_block_size",) if tokens > 1 else ()  # one token needs none
+    manager = get_default_manager()
+    for token, impl in (("reference", "reference.torch"), ("flagos", "default.flagos")):
+        order = {"moe_align_block_size": [token], "moe_sum": [token]}
+        with policy_context(SelectionPolicy.from_dict(per_op_order=order)):
+            manager.count_calls()
+            manager.counters.reset()
+            near(experts.fused_experts(*call, *mapped), expected)
+            manager.count_calls(False)
+        assert manager.counters.calls == {(op, impl): 1 for op in (*sorting, "moe_sum")}
 
 
 def test_rows_and_experts_far_from_contiguous() -> None:

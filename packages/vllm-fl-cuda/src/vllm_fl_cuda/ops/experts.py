@@ -89,7 +89,9 @@ def fused_experts(
 ) -> Tensor:
     """Return the weighted sum of the experts, by vLLM's Triton kernel ``fused_moe_kernel``.
 
-    Ids outside the range get the weight 0 first: vLLM's function has no place for them.
+    Ids outside the range get the weight 0 first: vLLM's function has no place for them. Sorting
+    and sum are vLLM's own, too, whatever the operators ``moe_align_block_size`` and ``moe_sum``
+    are: its function takes no others.
 
     Raises:
         ValueError: the operator does not have the activation.

@@ -2,7 +2,8 @@
 
 The first one multiplies by gate and up rows that alternate in one tile, so that both halves of an
 output end in the same thread and the activation is applied before anything is stored. The second
-one multiplies by the router's weight in fp32 and stores each row where its choice is.
+one multiplies by the router's weight in fp32 and stores each row where its choice is; programs of
+its own store zeros where a choice has no expert.
 """
 
 # ruff: noqa: ANN001, ANN202  (a Triton function's parameters have no Python types)
@@ -21,6 +22,9 @@ from vllm_fl_flaggems.kernels.activation import gelu, silu
 from vllm_fl_flaggems.kernels.align import Choices, expert_of
 from vllm_fl_flaggems.kernels.launch import launch_options, wait_for_inputs
 from vllm_fl_flaggems.moe_tiles import MatmulTile
+
+_CLEARED = 64  # choices that a program looks through for those without an expert
+_CLEARED_WIDTH = tl.constexpr(32)  # elements of their rows that it writes at a time
 
 
 @triton.jit
@@ -174,7 +178,33 @@ def _up_kernel(
             tl.store(target, (active * up).to(out.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize=["choices"])
+@triton.jit
+def _clear(
+    out,
+    ids,
+    expert_map,
+    first,
+    choices,
+    WIDTH: tl.constexpr,
+    RANGE: tl.constexpr,
+    E: tl.constexpr,
+    MAPPED: tl.constexpr,
+    CLEARED: tl.constexpr,
+):
+    """Write zeros to the rows of those of some choices that have no expert."""
+    position = first + tl.arange(0, CLEARED)
+    inside = position < choices
+    nowhere = inside & (expert_of(ids, expert_map, position, inside, RANGE, E, MAPPED) < 0)
+    if tl.max(nowhere.to(tl.int32), axis=0) > 0:  # seldom
+        rows = out + (position.to(tl.int64) * WIDTH)[:, None]
+        for start in range(0, WIDTH, _CLEARED_WIDTH):
+            feature = start + tl.arange(0, _CLEARED_WIDTH)
+            zero = tl.zeros((CLEARED, _CLEARED_WIDTH), out.dtype.element_ty)
+            stored = nowhere[:, None] & (feature < WIDTH)[None, :]
+            tl.store(rows + feature[None, :], zero, mask=stored)
+
+
+@triton.jit(do_not_specialize=["choices", "most"])
 def _down_kernel(
     out,
     x,
@@ -186,6 +216,7 @@ def _down_kernel(
     ids,
     expert_map,
     choices,
+    most,
     w_expert_stride,
     w_row_stride,
     DEPTH: tl.constexpr,
@@ -201,6 +232,7 @@ def _down_kernel(
     GROUP: tl.constexpr,
     SWAP: tl.constexpr,
     PRECISION: tl.constexpr,
+    CLEARED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
@@ -231,6 +263,9 @@ def _down_kernel(
             stored = valid[:, None] & (feature < WIDTH)[None, :]
             target = out + (position.to(tl.int64) * WIDTH)[:, None] + feature[None, :]
             tl.store(target, result.to(out.dtype.element_ty), mask=stored)
+    elif program >= most * tiles:
+        first = (program - most * tiles) * CLEARED
+        _clear(out, ids, expert_map, first, choices, WIDTH, RANGE, E, MAPPED, CLEARED)
 
 
 @dataclass(frozen=True)
@@ -240,8 +275,8 @@ class Blocks:
     Attributes:
         choices: the choices.
         rows: rows of a block.
-        aligned: ``(sorted_ids, expert_ids, post_pad)`` of
-            :func:`~vllm_fl_flaggems.kernels.align.align`; None when each choice is its own block.
+        aligned: the results of the operator ``moe_align_block_size``; None when each choice is its
+            own block.
     """
 
     choices: Choices
@@ -339,8 +374,8 @@ def down_project(
     """Write ``x @ w2.T`` of the experts of each block.
 
     Args:
-        out: ``[tokens * k, hidden]``, contiguous; rows of choices without an expert stay as they
-            are.
+        out: ``[tokens * k, hidden]``, contiguous; overwritten, with zeros where a choice has no
+            expert.
         x: the result of :func:`up_project`.
         w2: ``[experts, hidden, inner]``, the last dimension contiguous.
         weights: ``[tokens, k]`` fp32, contiguous.
@@ -348,18 +383,21 @@ def down_project(
         weighted: whether the weight multiplies the result.
         tile: how to cut the product.
     """
-    width = w2.shape[1]
-    _down_kernel[(blocks.most * -(-width // tile.columns),)](
+    width, choices = w2.shape[1], len(out)
+    programs = blocks.most * -(-width // tile.columns) + -(-choices // _CLEARED)
+    _down_kernel[(programs,)](
         out,
         x,
         w2,
         weights,
         *blocks.arguments(),
+        blocks.most,
         w2.stride(0),
         w2.stride(1),
         DEPTH=w2.shape[2],
         WIDTH=width,
         WEIGHTED=weighted,
+        CLEARED=_CLEARED,
         **blocks.constants(),
         **_cut(x, tile),
     )

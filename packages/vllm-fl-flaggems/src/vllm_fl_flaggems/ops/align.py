@@ -98,25 +98,12 @@ def _aligned(
     pad_sorted_ids: bool,
     ignore_invalid_experts: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    choices = Choices(topk_ids, num_experts, num_experts, expert_map, ignore_invalid_experts)
-    return aligned(choices, block_size, pad_sorted_ids)
-
-
-def aligned(choices: Choices, block: int, pad: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort choices into blocks.
-
-    Args:
-        choices: what is sorted; may be empty.
-        block: entries of a block.
-        pad: whether the first result is a whole number of blocks long.
-
-    Returns:
-        New ``(sorted_ids, expert_ids, num_tokens_post_pad)``.
-    """
-    count = choices.ids.numel()
-    outs = outputs(choices.ids, count, block, choices.experts, pad)
+    count = topk_ids.numel()
+    outs = outputs(topk_ids, count, block_size, num_experts, pad_sorted_ids)
     if count:
-        kernels.align(*outs, choices, block, align_tile(count, choices.experts, block))
+        choices = Choices(topk_ids, num_experts, num_experts, expert_map, ignore_invalid_experts)
+        tile = align_tile(count, num_experts, block_size)
+        kernels.align(*outs, choices, block_size, tile)
     else:
         outs[2].zero_()
     return outs

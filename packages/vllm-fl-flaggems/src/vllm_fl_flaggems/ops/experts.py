@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from vllm_fl.dispatch.default import call_op
 from vllm_fl.dispatch.ops import check_expert_activation
 from vllm_fl_flaggems.kernels.align import Choices
 from vllm_fl_flaggems.kernels.experts import Blocks, down_project, up_project
 from vllm_fl_flaggems.kernels.launch import shared_memory
-from vllm_fl_flaggems.kernels.moe_sum import moe_sum
-from vllm_fl_flaggems.moe_tiles import MAX_EXPERTS, ExpertsTile, experts_tile, sum_tile
-from vllm_fl_flaggems.ops.align import aligned, ids_refusal, map_refusal
+from vllm_fl_flaggems.moe_tiles import MAX_EXPERTS, ExpertsTile, experts_tile
+from vllm_fl_flaggems.ops.align import ids_refusal, map_refusal
 from vllm_fl_flaggems.ops.layout import refusal
 from vllm_fl_flaggems.ops.library import define
 
@@ -38,8 +38,9 @@ def supports(
         if tensor.dtype != hidden_states.dtype:
             return f"{name} has dtype {tensor.dtype}, hidden_states {hidden_states.dtype}"
     experts, twice_inner, hidden = w1.shape
-    if not 1 <= experts <= MAX_EXPERTS:
-        return f"{experts} experts are not between 1 and {MAX_EXPERTS}"
+    most = max(experts, global_num_experts)
+    if experts < 1 or most > MAX_EXPERTS:
+        return f"{most} experts are not between 1 and {MAX_EXPERTS}"
     if twice_inner < 2 or twice_inner % 2 or hidden < 1:
         return f"w1 {tuple(w1.shape)} is not [experts, 2 * inner, hidden]"
     if tuple(w2.shape) != (experts, hidden, twice_inner // 2) or hidden_states.shape[1] != hidden:
@@ -71,8 +72,9 @@ def fused_experts(
 
     Both products and the activation are fp32 inside; the activation's result and each expert's
     weighted result are rounded to the dtype, and so is their fp32 sum (vLLM ``fused_experts``;
-    Shazeer et al. 2017, arXiv:1701.06538). All shapes follow from the arguments' shapes; nothing
-    waits for the device.
+    Shazeer et al. 2017, arXiv:1701.06538). Sorting the choices and the sum are the operators
+    ``moe_align_block_size`` and ``moe_sum``, whoever implements them. All shapes follow from the
+    arguments' shapes; nothing waits for the device.
 
     Args:
         hidden_states: ``[tokens, hidden]``, fp16, bf16 or fp32, the last dimension contiguous; not
@@ -146,6 +148,9 @@ def run_experts(
 ) -> None:
     """Write the result of :func:`fused_experts`, computed in a given way.
 
+    The operators are called and not bound, so that a policy's context counts for them as it does
+    for ``fused_experts``; that costs a look-up each, beside launches.
+
     Args:
         out: ``[tokens, hidden]``, contiguous, with at least one element; overwritten.
         x: the hidden states.
@@ -160,14 +165,19 @@ def run_experts(
     tokens, hidden = out.shape
     count, inner = choices.ids.numel(), w2.shape[2]
     weights = topk_weights.contiguous()
-    sorted_blocks = None if tile.direct else aligned(choices, tile.rows, pad=True)
+    sorted_blocks = None
+    if not tile.direct:
+        sorted_blocks = call_op(
+            "moe_align_block_size", choices.ids, tile.rows, choices.range, choices.expert_map,
+            True, True,
+        )  # fmt: skip
     blocks = Blocks(choices, tile.rows, sorted_blocks)
     rows = count if sorted_blocks is None else sorted_blocks[0].numel()
     middle = x.new_empty((rows, inner))
     up_project(middle, x, w1, weights, blocks, activation, on_input, tile.up)
     results = x.new_empty((count, hidden))
     down_project(results, middle, w2, weights, blocks, not on_input, tile.down)
-    moe_sum(out, results.view(tokens, -1, hidden), choices, sum_tile(tokens, hidden))
+    call_op("moe_sum", results.view(tokens, -1, hidden), out)
 
 
 def _fake(hidden_states: Tensor, *_: object) -> Tensor:

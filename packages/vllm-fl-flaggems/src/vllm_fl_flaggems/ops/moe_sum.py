@@ -44,7 +44,7 @@ def moe_sum(input: Tensor, output: Tensor) -> None:
 
 def _sum(out: Tensor, x: Tensor) -> None:
     if out.numel():
-        kernels.moe_sum(out, x, None, sum_tile(*out.shape))
+        kernels.moe_sum(out, x, sum_tile(*out.shape))
 
 
 def _functional(input: Tensor) -> Tensor:

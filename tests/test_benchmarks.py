@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from vllm_fl.cli.main import _parser
 from vllm_fl.dispatch.config import load
 from vllm_fl.dispatch.ops import CATALOGUE
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(ROOT))
+from benchmarks import autotune  # noqa: E402
 from benchmarks.e2e import agreement, measuring, memory  # noqa: E402
+from benchmarks.e2e.__main__ import parse_arguments as parse_e2e  # noqa: E402
 from benchmarks.e2e.models import MODELS, token_bytes, weight_bytes, write_model  # noqa: E402
 from benchmarks.e2e.modes import Mode  # noqa: E402
 from benchmarks.e2e.process import EngineFailed  # noqa: E402
@@ -99,10 +102,11 @@ def test_a_divergence_is_explained_by_a_near_tie_or_not():
     assert (found["different"], found["unexplained"]) == (2, 1)
     assert found["first"] == found["widest"]
     assert found["first"] == {
-        "request": 2, "position": 0, "ours": 4, "native": 5, "native_gap": 2.0, "our_gap": -2.0,
+        "request": 2, "position": 0, "ours": 4, "theirs": 5, "their_gap": 2.0, "our_gap": -2.0,
         "near_tie": False,
     }  # fmt: skip
-    assert agreement.describe(agreement.compare([[1]], [[2]], [[2]], ask, ask)) == "equal to native"
+    equal = agreement.compare([[1]], [[2]], [[2]], ask, ask)
+    assert agreement.describe(equal) == "equal to the baseline"
 
 
 class FakeEngine:
@@ -214,6 +218,65 @@ def test_whole_engines_on_the_cpu(tmp_path, tiny_model):
     assert len(records["default"]["ratio"]["2x8x4"]) == 2
     assert records["default"]["tokens"]["2x8x4"] == {"requests": 2, "different": 0}
     assert records["default"]["logprob_error"] < 1e-4
+
+
+@pytest.fixture
+def tuning(tmp_path):
+    """The arguments of benchmarks/autotune, its folder there, and the model."""
+    arguments = autotune.parse_arguments(["--layers", "12", "--folder", str(tmp_path), "--seed=3"])
+    return arguments, write_model(arguments.model, arguments.layers, arguments.folder)
+
+
+def test_autotune_resumes_a_study_and_then_compares(tuning):
+    arguments, model = tuning
+    words = autotune.tuning_command(arguments, model, 100.0)
+    parsed = _parser().parse_args(words[words.index("autotune") :])
+    assert (parsed.time_budget, parsed.verify_starts, parsed.seed) == (100.0, 0, 3)
+    assert parsed.engine["load_format"] == "random_normal"
+    assert json.loads(Path(parsed.workload).read_text()) == {
+        "requests": 128, "prompt": 512, "output": 128, "concurrency": 128,
+    }  # fmt: skip
+    assert not parsed.resume
+    (arguments.folder / "study.db").touch()
+    assert autotune.tuning_command(arguments, model, 100.0)[-2] == "--resume"
+    base = load(environ={"VLLM_FL_CONFIG": str(autotune.base_file(arguments))}).policy()
+    assert base.get_per_op_order("moe_align_block_size") == ("flagos", "vendor")
+    (arguments.folder / "tuned.yaml").touch()
+    words = autotune.comparison_command(arguments, True, 100.0)
+    compared = parse_e2e(words[words.index("benchmarks.e2e") + 1 :])
+    modes = [Mode.parse(mode, arguments.folder).name for mode in compared.mode]
+    assert (compared.baseline, modes) == ("native", ["base", "vendor", "tuned"])
+    assert (compared.layers, compared.live, list(map(str, compared.workload))) == (
+        12, 4, ["128x512x128"],
+    )  # fmt: skip
+
+
+def test_autotune_keeps_what_it_found(tuning):
+    arguments, model = tuning
+    (arguments.folder / "found.json").write_text('{"result": null}')
+    assert autotune.tune(arguments, model, 1.0) == {"result": None}
+
+
+def test_gains_are_taken_within_rounds():
+    def record(*figures):
+        return {"output_tokens_per_second": {"w": list(figures)}}
+
+    records = {
+        "native": record(10, 20), "base": record(5, 10), "short": record(1),
+        "failed": {"output_tokens_per_second": {}}, "tuned": record(20, 40),
+    }  # fmt: skip
+    found = autotune.gains(records, "w")
+    assert {mode: over["value"] for mode, over in found.items()} == pytest.approx(
+        {"native": 2.0, "base": 4.0}
+    )
+    tuning = {
+        "trials": [{}] * 3, "size": 9, "rate": {"live": 4.0, "restarting": 0.5},
+        "result": {"winner": {}, "name": "moe_sum=vendor.cuda"},
+    }  # fmt: skip
+    text = autotune.report({"tuning": tuning, "gains": found}, "w")
+    assert "4.0 re-bound in the live engine, 0.50 if engines were started" in text
+    assert "moe_sum=vendor.cuda" in text
+    assert "4.0000 [4.0000, 4.0000] times as fast as base" in text
 
 
 def test_charts_are_drawn_for_every_result(tmp_path):

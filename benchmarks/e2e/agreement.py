@@ -9,7 +9,7 @@ NEAR_TIE = 0.125
 """Log-probability between two candidates that rounding may exchange: logits of 4 to 8 in bf16 are
 1/32 apart, and each of the two may be two steps off."""
 
-GAPS = ("native_gap", "our_gap")
+GAPS = ("their_gap", "our_gap")
 
 Tokens = Sequence[Sequence[int]]
 Logprobs = Sequence[dict[str, float]]
@@ -37,9 +37,9 @@ def compare(
 
     Returns:
         {"requests", "different": how many requests are, "first": the earliest divergence,
-        "widest": the one whose candidates native sees furthest apart, "unexplained": how many are
+        "widest": the one whose candidates they see furthest apart, "unexplained": how many are
         no near-ties}, the last three only if some are different. A divergence is {"request",
-        "position", "ours", "native": tokens, "native_gap", "our_gap": by how much an engine
+        "position", "ours", "theirs": tokens, "their_gap", "our_gap": by how much an engine
         prefers its own token, None if the other is not among its candidates, "near_tie"}.
     """
     places = first_differences(ours, theirs)
@@ -48,19 +48,19 @@ def compare(
         return result
     texts = [[*prompts[r], *theirs[r][:position]] for r, position in places.items()]
     found = []
-    for (request, position), mine, native in zip(
+    for (request, position), mine, other in zip(
         places.items(), ask_us(texts), ask_them(texts), strict=True
     ):
         a, b = ours[request][position], theirs[request][position]
-        gaps = {"native_gap": gap(native, b, a), "our_gap": gap(mine, a, b)}
+        gaps = {"their_gap": gap(other, b, a), "our_gap": gap(mine, a, b)}
         near = all(value is not None and abs(value) <= NEAR_TIE for value in gaps.values())
         found.append(
-            {"request": request, "position": position, "ours": a, "native": b, **gaps}
+            {"request": request, "position": position, "ours": a, "theirs": b, **gaps}
             | {"near_tie": near}
         )
     return result | {
         "first": min(found, key=lambda one: (one["position"], one["request"])),
-        "widest": max(found, key=lambda one: _size(one["native_gap"])),
+        "widest": max(found, key=lambda one: _size(one["their_gap"])),
         "unexplained": sum(not one["near_tie"] for one in found),
     }
 
@@ -81,8 +81,8 @@ def largest_error(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
 
     Args:
         ours: an answer of an engine, with log-probabilities.
-        theirs: native's to the same prompts. Beyond a request's first difference the two continue
-            different texts, which are not compared.
+        theirs: the baseline's to the same prompts. Beyond a request's first difference the two
+            continue different texts, which are not compared.
     """
     errors = [0.0]
     for mine, other, p, q in zip(
@@ -98,16 +98,16 @@ def largest_error(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
 def describe(found: dict[str, Any]) -> str:
     """Return a comparison as text."""
     if not found["different"]:
-        return "equal to native"
+        return "equal to the baseline"
     first, widest = found["first"], found["widest"]
 
     def gaps(one: dict[str, Any]) -> str:
-        native, our = ("?" if one[key] is None else f"{one[key]:.3g}" for key in GAPS)
-        return f"native prefers its token by {native}, we ours by {our}"
+        their, our = ("?" if one[key] is None else f"{one[key]:.3g}" for key in GAPS)
+        return f"the baseline prefers its token by {their}, we ours by {our}"
 
     return (
         f"{found['different']} of {found['requests']} requests differ, first at position "
         f"{first['position']} of request {first['request']}: {first['ours']}, not "
-        f"{first['native']} ({gaps(first)}); widest: {gaps(widest)}; no near-ties: "
+        f"{first['theirs']} ({gaps(first)}); widest: {gaps(widest)}; no near-ties: "
         f"{found['unexplained']}"
     )

@@ -10,7 +10,7 @@ import pytest
 from modelled import PLANTED, THROUGHPUT, TOGETHER, ModelledArena, search
 
 from vllm_fl.autotune.measuring import confirm
-from vllm_fl.autotune.search import Outcome, make_sampler, ranked, tried
+from vllm_fl.autotune.search import Outcome, make_sampler, ranked, seeds, tried
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -36,6 +36,15 @@ def test_a_small_space_is_searched_whole_and_nothing_twice():
     names = [found.space.name(trial.params) for trial in tried(found.study)]
     assert sorted(names) == sorted(map(found.space.name, found.space.configurations()))
     assert ranked(found.study)[0].params == {"rms_norm": "vendor", "moe_sum": "vendor"}
+
+
+@pytest.mark.parametrize("trials", [12, 50])
+def test_each_backend_alone_is_among_the_first(trials):
+    evidence = ModelledArena(PLANTED).evidence()
+    first = seeds(evidence.space(), evidence, trials)[:5]
+    default = evidence.space().default
+    for impl in ("flagos", "vendor", "reference"):
+        assert {op: impl if impl in PLANTED[op] else default[op] for op in default} in first
 
 
 def test_what_fails_alone_is_not_tried_again():

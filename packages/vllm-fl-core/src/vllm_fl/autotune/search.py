@@ -41,11 +41,18 @@ def seeds(space: Space, evidence: Evidence, count: int) -> list[dict[str, str]]:
 
     All of them when there are no more than ``count``, the most promising first. Otherwise the
     default; the best of each operator alone; that one with each change taken back, which finds
-    out what is fast alone and slow together; and each change alone.
+    out what is fast alone and slow together; and each change alone. In both cases one
+    implementation wherever it can run, as in settings that prefer one backend, is tried next to
+    the first: the result shall be no worse than the best of those.
     """
-    if space.size <= count:
-        return sorted(space.configurations(), key=evidence.predicted)
     default = space.default
+    uniform = [
+        {op: impl if impl in impls else default[op] for op, impls in space.choices.items()}
+        for impl in dict.fromkeys(impl for impls in space.choices.values() for impl in impls)
+    ]
+    if space.size <= count:
+        everything = sorted(space.configurations(), key=evidence.predicted)
+        return _each_once(space, [everything[0], *uniform, *everything])
 
     def time_with(op: str, impl: str) -> float:
         return evidence.predicted({**default, op: impl})
@@ -55,13 +62,17 @@ def seeds(space: Space, evidence: Evidence, count: int) -> list[dict[str, str]]:
     }
     if best == default:  # nothing is known: then what is not the default
         best = {op: impls[1] for op, impls in space.choices.items()}
-    found = [default, best]
+    found = [default, best, *uniform]
     found += [{**best, op: default[op]} for op in space.changes(best)]
     for op in space.changes(best):  # the second best, where taking it back loses something
         others = sorted(space.choices[op], key=lambda impl: time_with(op, impl))
         found += [{**best, op: others[1]}]
     found += [{**default, op: impl} for op, impl in space.changes(best).items()]
-    return list({space.name(c): c for c in found}.values())[:count]
+    return _each_once(space, found)[:count]
+
+
+def _each_once(space: Space, configurations: list[dict[str, str]]) -> list[dict[str, str]]:
+    return list({space.name(c): c for c in configurations}.values())
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Times the Triton kernels of vllm-fl-flaggems on a GPU beside what else computes the same.
 
     python -m benchmarks.kernels [--quick] [--only rms_norm rotary_embedding] [--out FILE.json]
-    python -m benchmarks.kernels --sweep [--only ...]
+    python -m benchmarks.kernels --sweep [--only ...] [--shape 1x8x2x4096x14336]
 
 Run from the top of the repository, with the wheels installed. Candidates: ours, vLLM's kernels,
 Inductor's compilation of the plain formula (reference wheel), flag_gems. Each is first compared
@@ -56,15 +56,21 @@ def facts() -> dict[str, Any]:
     }
 
 
-def pick(operator: Operator, quick: bool) -> Sequence[Shape]:
-    """Return the shapes to run: all, or the first, the second and the last."""
+def parse_shape(text: str) -> Shape:
+    """Parse sizes as the table shows them: 1x8x2x4096x14336."""
+    return tuple(map(int, text.split("x")))
+
+
+def pick(operator: Operator, quick: bool, asked: Sequence[Shape] | None) -> Sequence[Shape]:
+    """Return the shapes to run: those asked for, all, or the first, the second and the last."""
+    if asked is not None:
+        return [shape for shape in operator.shapes if tuple(shape) in asked]
     return [*operator.shapes[:2], operator.shapes[-1]] if quick else operator.shapes
 
 
-def run_sweep(names: Sequence[str], quick: bool, save: Any) -> None:
+def run_sweep(jobs: Sequence[tuple[str, Shape]], save: Any) -> None:
     """Compile every tile, then time those of each shape."""
-    names = [name for name in names if OPERATORS[name].sweep is not None]
-    jobs = [(name, shape) for name in names for shape in pick(OPERATORS[name], quick)]
+    jobs = [(name, shape) for name, shape in jobs if OPERATORS[name].sweep is not None]
     tiles = [(n, s, tile) for n, s in jobs for tile in OPERATORS[n].sweep.rivals(s)]  # type: ignore[union-attr]
     # The first axis counts rows: it changes no compiled kernel but through the tile.
     kernels = {(n, s[1:], tile): (n, s, tile) for n, s, tile in reversed(tiles)}
@@ -82,12 +88,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=OPERATORS, default=list(OPERATORS))
     parser.add_argument("--quick", action="store_true", help="three shapes an operator")
+    parser.add_argument("--shape", nargs="+", type=parse_shape, help="as in 1x8x2x4096x14336")
     parser.add_argument("--sweep", action="store_true", help="compare tiles of ours")
     parser.add_argument("--out", type=Path, help="write JSON here, after each operator")
     options = parser.parse_args()
     # Ours are ours all through: fused_experts sorts and sums by other operators.
     os.environ["VLLM_FL_PREFER"] = "flagos"
 
+    jobs = [
+        (name, shape)
+        for name in options.only
+        for shape in pick(OPERATORS[name], options.quick, options.shape)
+    ]
+    if not jobs:
+        parser.error(f"--only {' '.join(options.only)} has no such --shape")
     rows: list[dict[str, Any]] = []
     report: dict[str, Any] = facts() | {"copy_gbps": copy_rate(), "rows": rows}
     print(f"{report['device']}, {report['versions']}, copy {report['copy_gbps']:.0f} GB/s")
@@ -101,12 +115,11 @@ def main() -> int:
             options.out.write_text(json.dumps(report, indent=1) + "\n")
 
     if options.sweep:
-        run_sweep(options.only, options.quick, save)
+        run_sweep(jobs, save)
         return 0
-    for name in options.only:
+    for name, shape in jobs:
         operator = OPERATORS[name]
-        for shape in pick(operator, options.quick):
-            save(compare(name, operator, shape, host=shape == operator.shapes[0]))
+        save(compare(name, operator, shape, host=shape == operator.shapes[0]))
     print(table(rows, report["copy_gbps"]))
     print(json.dumps(report["summary"]))
     return int(any(OURS not in row["us"] for row in rows))

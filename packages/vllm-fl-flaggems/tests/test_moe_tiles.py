@@ -76,6 +76,15 @@ def test_a_single_token_is_not_sorted() -> None:
     assert not tiles.experts_tile(64, 8, 128, 2048, 768, 2, H200).direct
 
 
+def test_a_single_token_keeps_the_memory_busy() -> None:
+    mixtral = tiles.experts_tile(1, 2, 8, 4096, 14336, 2, H200)
+    assert mixtral.up == tiles.MatmulTile(128, 128, 4, 3, swap=True)  # 448 programs
+    assert mixtral.down == tiles.MatmulTile(64, 256, 4, 4, swap=True)  # 128, not 64
+    qwen = tiles.experts_tile(1, 8, 128, 2048, 768, 2, H200)
+    assert qwen.up == qwen.down == mixtral.up
+    assert len(list(tiles.experts_rivals(mixtral, 2, H200))) == 7
+
+
 def test_more_tokens_get_more_rows() -> None:
     rows = [
         tiles.experts_tile(t, 8, 128, 2048, 768, 2, H200).rows for t in (64, 256, 512, 1024, 4096)

@@ -273,6 +273,17 @@ def _group(each: int) -> int:
     return max(1, min(16, each))
 
 
+def _spread(tile: MatmulTile, choices: int, columns: int) -> MatmulTile:
+    """Return the tile for choices that are not sorted, narrower where too few programs would run.
+
+    A program has a part of the memory's bandwidth: those on half the multiprocessors do not use it
+    up, however much each of them loads ahead.
+    """
+    if 2 * choices * -(-columns // tile.columns) > _BUSY:
+        return tile
+    return replace(tile, columns=64, depth=256, stages=4)
+
+
 @functools.cache
 def experts_tile(
     tokens: int, k: int, experts: int, hidden: int, inner: int, itemsize: int, memory: int
@@ -289,9 +300,13 @@ def experts_tile(
         memory: bytes of shared memory that a program can have.
     """
     each = tokens * k / experts
+    direct = tokens == 1 or tokens * k * 4 <= experts
     if each < 12:  # bound by the weights' bandwidth: they are the rows of the instruction
         rows = 16
         up = down = MatmulTile(128, 128, 4, 3, swap=True)
+        if direct:
+            up = _spread(up, tokens * k, 2 * inner)
+            down = _spread(down, tokens * k, hidden)
     elif each < 32:
         rows = 32
         up = down = MatmulTile(128, 128, 4, 3)
@@ -305,18 +320,32 @@ def experts_tile(
         rows = 128
         up = down = MatmulTile(256, 64, 8, 4, _group(int(each) // 128))
     return ExpertsTile(
-        direct=tokens == 1 or tokens * k * 4 <= experts,
+        direct=direct,
         rows=rows,
         up=fitted(rows, _narrowed(up, 2 * inner, hidden), itemsize, memory),
         down=fitted(rows, _narrowed(down, hidden, inner), itemsize, memory),
     )
 
 
+DIRECT_RIVALS = (
+    MatmulTile(64, 256, 4, 4, swap=True),
+    MatmulTile(64, 128, 4, 6, swap=True),
+    MatmulTile(128, 128, 4, 5, swap=True),  # vLLM's for a token of Mixtral on an H200
+)
+"""Tiles of either product worth timing where choices are not sorted."""
+
+
 def experts_rivals(chosen: ExpertsTile, itemsize: int, memory: int) -> Iterator[ExpertsTile]:
     """Yield tiles worth timing beside the chosen one: other rows, and one product at a time."""
     yield chosen
+    if chosen.direct:
+        for tile in DIRECT_RIVALS:
+            if _shared_bytes(chosen.rows, tile, itemsize) <= memory:
+                yield replace(chosen, up=tile)
+                yield replace(chosen, down=tile)
+        return
     for rows in (16, 32, 64, 128):
-        if rows in (chosen.rows // 2, 2 * chosen.rows) and not chosen.direct:
+        if rows in (chosen.rows // 2, 2 * chosen.rows):
             yield replace(chosen, rows=rows)
     few = chosen.rows <= 64
     for name in ("up", "down"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import sys
+import types
 from html.parser import HTMLParser
 from importlib.util import find_spec
 
@@ -19,6 +21,7 @@ from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.profiling import page
 from vllm_fl.profiling.classify import GENERAL, Kernel, classify, patterns_of, short_name
 from vllm_fl.profiling.report import summarise, unit
+from vllm_fl.profiling.triton_kernels import home, triton_kernels
 from vllm_fl.profiling.workload import Phase, Workload, has_no_weights
 
 GELU = (
@@ -51,11 +54,15 @@ MODULES = {
     "_softmax": ["acme.kernels.softmax"],
     "_topk": ["vllm.v1.sample.ops", "acme.kernels.topk"],
     "_stray": ["other_wheel.kernels"],
+    "_two": ["acme.kernels.norm", "other_wheel.kernels"],
+    "nccl_like": ["acme.kernels.softmax"],
+    "triton_poi_fused_add_0": ["torch._inductor.runtime.compile_tasks.cabc"],
 }
 TABLE = {
     **GENERAL,
     "triton:acme.*": ("", "acme"),
     "triton:acme.kernels.norm": ("rms_norm", "acme"),
+    "nccl*": ("communication", "NCCL"),
     "*acme::*": ("", "acme C++"),
     "*acme::gemm*": ("matrix product", "acme C++"),
 }
@@ -68,6 +75,10 @@ TABLE = {
         ("_softmax", Kernel("_softmax", "acme", True)),
         ("_topk", Kernel("_topk", "acme or vLLM Triton", True)),
         ("_stray", Kernel("_stray", "other_wheel", True)),
+        ("_two", Kernel("_two", "acme or other_wheel", True)),
+        ("nccl_like", Kernel("nccl_like", "acme", True)),
+        ("nccl_kernel", Kernel("communication", "NCCL", False)),
+        ("triton_poi_fused_add_0", Kernel("fused by Inductor", "Inductor", True)),
         ("void acme::gemm<2>(float*)", Kernel("matrix product", "acme C++", False)),
         ("void acme::add<2>(float*)", Kernel("acme::add", "acme C++", False)),
     ],
@@ -215,53 +226,127 @@ def test_the_data_is_json():
     assert json.loads(json.dumps(summarise(PHASES, TABLE)))["all"]["us"] == 100.0
 
 
-SOURCES = """
-import types
-import triton
+class JITFunction:
+    """What is read of Triton's class of this name; the real ones are in vllm-fl-flaggems' tests."""
 
-def copies(name, *modules):
-    made = []
-    for module in modules:
-        def _norm_kernel(x):
-            pass
-        _norm_kernel.__module__, _norm_kernel.__name__ = module, name
-        made.append(triton.jit(_norm_kernel))
-    return made
-"""
+    def __init__(self, module, name, src=""):
+        self.__module__, self.__name__, self.src = module, name, src or f"def {name}(x): {module}"
+
+
+class CompiledKernel:
+    def __init__(self, source, name=""):
+        self.src = source
+        self.name = name or source.fn.__name__
 
 
 @pytest.fixture
-def copies(tmp_path, monkeypatch):
-    """Make Triton functions of one name in several modules; a function must have a source file."""
-    pytest.importorskip("triton")
-    pytest.importorskip("torch")
-    (tmp_path / "triton_copies.py").write_text(SOURCES)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    yield importlib.import_module("triton_copies").copies
-    del sys.modules["triton_copies"]
+def triton(monkeypatch):
+    """Put a Triton in place whose functions and kernels a test makes."""
+    jit = types.SimpleNamespace(JITFunction=JITFunction)
+    compiler = types.SimpleNamespace(CompiledKernel=CompiledKernel)
+    monkeypatch.setitem(sys.modules, "triton.runtime.jit", jit)
+    monkeypatch.setitem(sys.modules, "triton.compiler.compiler", compiler)
+
+
+def compiled(*functions):
+    return [CompiledKernel(types.SimpleNamespace(fn=function)) for function in functions]
+
+
+COPY = "torch._inductor.runtime.compile_tasks.cabc"
+
+
+def test_only_what_has_been_compiled_counts(triton):
+    functions = [JITFunction(m, "norm") for m in ("vllm.norm", "acme.norm", "other.norm")]
+    assert triton_kernels() == {}
+    kernels = compiled(functions[1], functions[1])
+    assert triton_kernels() == {"norm": ["acme.norm"]}
+    kernels += compiled(functions[0])
+    assert triton_kernels() == {"norm": ["acme.norm", "vllm.norm"]}
+
+
+def test_a_kernel_may_have_another_name_than_its_function(triton):
+    function = JITFunction("acme.mm", "mm")
+    kernels = [CompiledKernel(types.SimpleNamespace(fn=function), "mm_NT_fp8")]
+    assert triton_kernels() == {kernels[0].name: ["acme.mm"]}
+
+
+def test_kernels_without_a_function_have_no_module(triton):
+    kernels = [CompiledKernel(types.SimpleNamespace(path="a.ttir"), "from_text")]
+    assert triton_kernels() == {}
+    del kernels
 
 
 @pytest.mark.parametrize(
-    ("modules", "compiled", "expected"),
+    ("originals", "expected"),
     [
-        (["acme.norm"], [], ["acme.norm"]),
-        (["torch._inductor.x1", "acme.norm"], ["torch._inductor.x1"], ["acme.norm"]),
-        (["vllm.norm", "acme.norm"], ["acme.norm"], ["acme.norm"]),
-        (["vllm.norm", "acme.norm"], [], ["acme.norm", "vllm.norm"]),
-        (["torch._inductor.x1"], [], ["torch._inductor.x1"]),
+        ([("vllm.norm", "def norm(x): 1\n"), ("acme.norm", "def norm(x): 2")], ["vllm.norm"]),
+        ([("vllm.norm", "def norm(x): 3"), ("acme.norm", "def norm(x): 2")],
+         ["acme.norm", "vllm.norm"]),
+        ([], [COPY]),
     ],
-)
-def test_triton_functions_are_found_in_this_process(copies, modules, compiled, expected):
-    """Those that have been compiled count first, copies in compiled graphs last."""
-    from vllm_fl.profiling.recorder import triton_functions
+)  # fmt: skip
+@pytest.mark.parametrize("launched_by_triton", [True, False])
+def test_a_copy_in_a_compiled_graph_counts_for_what_it_was_copied_from(
+    triton, originals, expected, launched_by_triton
+):
+    functions = [JITFunction(module, "norm", src) for module, src in originals]
+    copy = JITFunction(COPY, "norm", "def norm(x): 1")
+    kernels = compiled(copy) if launched_by_triton else []
+    assert triton_kernels() == {"norm": expected}
+    del functions, kernels
 
-    name = f"_norm_kernel_{len(modules)}_{len(compiled)}_{modules[0]}"  # others may be alive still
-    made = copies(name, *modules)
-    for function in made:
-        if function.fn.__module__ in compiled:
-            function.device_caches[0] = ({"key": "kernel"}, {}, None, None, None)
-    assert triton_functions()[name] == expected
+
+def test_what_is_hidden_from_the_garbage_collector_is_found_and_stays_hidden(triton):
+    """vLLM freezes the heap after it has warmed up."""
+    kernels = compiled(JITFunction("acme.norm", "norm"))
+    try:
+        gc.freeze()
+        hidden = gc.get_freeze_count()
+        assert not any(thing is kernels[0] for thing in gc.get_objects())
+        assert triton_kernels() == {"norm": ["acme.norm"]}
+        assert gc.get_freeze_count() >= hidden
+    finally:
+        gc.unfreeze()
+    assert triton_kernels() == {"norm": ["acme.norm"]}
+    assert gc.get_freeze_count() == 0
+
+
+def test_proxies_are_left_asleep(triton):
+    class Proxy:
+        @property
+        def __class__(self):
+            raise AssertionError("asked")
+
+    proxy = Proxy()
+    assert triton_kernels() == {}
+    del proxy
+
+
+def test_without_triton_there_are_no_kernels(monkeypatch):
+    monkeypatch.delitem(sys.modules, "triton.runtime.jit", raising=False)
+    assert triton_kernels() == {}
+
+
+def test_modules_are_named_from_the_outermost_package(tmp_path, monkeypatch):
+    """flag_gems puts folders of its own on the path."""
+    folder = tmp_path / "acme_gems" / "backend" / "ops"
+    folder.mkdir(parents=True)
+    for package in (folder, *folder.parents[:2]):
+        (package / "__init__.py").touch()
+    (folder / "mm_by_acme.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(folder.parent)
+    for module, named in (
+        ("ops.mm_by_acme", "acme_gems.backend.ops.mm_by_acme"),
+        ("ops", "acme_gems.backend.ops"),
+        ("acme_gems.backend", "acme_gems.backend"),
+        ("json.decoder", "json.decoder"),
+    ):
+        importlib.import_module(module)
+        assert home(module) == named
+    for module in ("ops", "ops.mm_by_acme", "acme_gems", "acme_gems.backend"):
+        del sys.modules[module]
+    assert home("no.such_module") == "no.such_module"
 
 
 def test_the_recorder_counts_operators_of_the_cpu():

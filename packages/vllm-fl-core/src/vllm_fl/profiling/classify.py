@@ -72,22 +72,26 @@ def classify(
         name: as torch.profiler shows it: a demangled C++ function, a Triton function, or an
             operator such as ``aten::mm``.
         patterns: see :attr:`vllm_fl.dispatch.backend.Backend.kernels`.
-        modules: Triton function -> the modules that define one of this name.
+        modules: kernel that Triton has compiled -> the modules of its function, several where
+            several compiled functions have that name. Where they are known a glob over names,
+            other than Inductor's, does not count.
     """
-    homes = modules.get(name, [])
     by_name = _longest(name, patterns)
-    triton = bool(homes) or (by_name is not None and by_name[1] == INDUCTOR)
-    if by_name is not None:
-        op, origin = by_name
-        return Kernel(op or short_name(name), origin, triton)
+    if by_name is not None and by_name[1] == INDUCTOR:
+        return Kernel(by_name[0], INDUCTOR, True)
+    homes = modules.get(name, [])
     if homes:
         known = [_longest(TRITON_MODULE + home, patterns) for home in homes]
         origins = {
             entry[1] if entry else home.partition(".")[0]
             for home, entry in zip(homes, known, strict=True)
         }
-        ops = {entry[0] for entry in known if entry and entry[0]}
-        return Kernel(ops.pop() if len(ops) == 1 else name, " or ".join(sorted(origins)), True)
+        ops = {entry[0] if entry else "" for entry in known}
+        op = ops.pop() if len(ops) == 1 else ""
+        return Kernel(op or name, " or ".join(sorted(origins)), True)
+    if by_name is not None:
+        op, origin = by_name
+        return Kernel(op or short_name(name), origin, False)
     return Kernel(short_name(name), OTHER, False)
 
 

@@ -296,6 +296,13 @@ def test_a_copy_in_a_compiled_graph_counts_for_what_it_was_copied_from(
     del functions, kernels
 
 
+def test_inductor_names_its_modules_so(tmp_path):
+    tasks = pytest.importorskip("torch._inductor.runtime.compile_tasks")
+    (tmp_path / "graph.py").touch()
+    module = tasks._reload_python_module("cabc", str(tmp_path / "graph.py"), False)
+    assert module.__name__ == COPY
+
+
 def test_what_is_hidden_from_the_garbage_collector_is_found_and_stays_hidden(triton):
     """vLLM freezes the heap after it has warmed up."""
     kernels = compiled(JITFunction("acme.norm", "norm"))

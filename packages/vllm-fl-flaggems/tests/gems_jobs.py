@@ -142,6 +142,51 @@ def tuned() -> None:
     print(json.dumps(report))
 
 
+def compiled() -> None:
+    """Let kernels be compiled for a Hopper GPU, launch none of them, and freeze the heap.
+
+    Prints the module of flag_gems' matrix product, and the modules of every compiled kernel.
+    """
+    import gc
+    import os
+
+    os.environ["ARCH"] = "sm_90"  # flag_gems' own variable
+    gems_on_cpu.CAPABILITY = (9, 0)
+    gems_on_cpu.pretend_device()
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import CompiledKernel
+
+    target = GPUTarget("cuda", 90, 32)
+    triton.runtime.driver.set_active(
+        types.SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device: 0,
+            get_benchmarker=lambda: None,
+            get_current_target=lambda: target,
+        )
+    )
+    CompiledKernel.launch_metadata = lambda *_: None
+    CompiledKernel.run = property(lambda self: lambda *_: None)
+    found = source.installed()
+    assert found is not None
+    from vllm_fl.profiling.triton_kernels import triton_kernels
+    from vllm_fl_flaggems.gems.worker import import_mended
+    from vllm_fl_flaggems.ops import norm
+
+    gems = import_mended(found)
+    product = sys.modules[gems.mm.__module__]
+    tuner = product.mm_kernel_general_host_tma.fn
+    tuner.configs = tuner.configs[:1]
+    a, b = torch.empty(32, 64, dtype=torch.bfloat16), torch.empty(64, 32, dtype=torch.bfloat16)
+    gems.mm(a, b)
+    gems.silu(a)
+    gems.zeros((4,), device="cpu")
+    norm.rms_norm(a, None, a[0], 1e-6)
+    gc.freeze()
+    print(json.dumps({"product": product.__name__, "kernels": triton_kernels()}))
+
+
 class Record(logging.Handler):
     """Collects flag_gems' own debug lines: one a call of its functions."""
 
@@ -224,4 +269,5 @@ def interpreted(blacklist: str) -> None:
 
 
 if __name__ == "__main__":
-    {"launched": launched, "tuned": tuned, "interpreted": interpreted}[sys.argv[1]](*sys.argv[2:])
+    jobs = {"launched": launched, "tuned": tuned, "compiled": compiled, "interpreted": interpreted}
+    jobs[sys.argv[1]](*sys.argv[2:])

@@ -11,7 +11,10 @@ from typing import Any
 
 import pytest
 
+from vllm_fl.dispatch.discovery import DiscoveredBackend
+from vllm_fl.profiling.classify import Kernel, classify, patterns_of
 from vllm_fl_flaggems.availability import triton_version
+from vllm_fl_flaggems.backend import FlagGemsBackend
 from vllm_fl_flaggems.gems import mends
 from vllm_fl_flaggems.gems.source import TESTED, installed
 
@@ -71,6 +74,24 @@ def test_tuning_is_declined_where_it_does_harm_and_survives_its_cache(tmp_path: 
     assert report["captured later"] == report["after the lock"] == [0, every - 1]
     assert report["files"] == ["db", "db.damaged"]
     assert report["tables"] >= 1
+
+
+def test_profiles_know_whose_kernels_triton_has_compiled(tmp_path: Path) -> None:
+    """flag_gems imports its kernels for Hopper by short names, and generates pointwise ones."""
+    report = job(tmp_path, "compiled", TRITON_CACHE_DIR=str(tmp_path / "triton"))
+    assert report["product"] == "hopper.ops.mm"
+    patterns = patterns_of([DiscoveredBackend("flaggems", "here", backend=FlagGemsBackend())])
+    kernels = {
+        name: classify(name, patterns, report["kernels"])
+        for name in (*report["kernels"], "promote_to_tensor")
+    }
+    assert kernels == {
+        "mm_kernel_general_host_tma": Kernel("mm_kernel_general_host_tma", "flag_gems", True),
+        "silu_forward_kernel_rank_1": Kernel("silu_forward_kernel_rank_1", "flag_gems", True),
+        "zeros_kernel": Kernel("zeros_kernel", "flag_gems", True),
+        "_rms_norm_kernel": Kernel("rms_norm", "vllm-fl-flaggems", True),
+        "promote_to_tensor": Kernel("promote_to_tensor", "other", False),  # no kernel
+    }
 
 
 @pytest.fixture(scope="module")

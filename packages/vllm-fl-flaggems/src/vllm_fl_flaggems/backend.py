@@ -60,7 +60,6 @@ class FlagGemsBackend(Backend):
         "triton:vllm_fl_flaggems.kernels.align": ("moe_align_block_size", "vllm-fl-flaggems"),
         "triton:vllm_fl_flaggems.kernels.moe_sum": ("moe_sum", "vllm-fl-flaggems"),
         "triton:vllm_fl_flaggems.kernels.experts": ("fused_experts", "vllm-fl-flaggems"),
-        "triton:flag_gems.*": ("", "flag_gems"),
         "triton:_gen_module_*": ("", "flag_gems"),  # its generated pointwise kernels
     }
 

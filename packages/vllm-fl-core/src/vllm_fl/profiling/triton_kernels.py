@@ -8,7 +8,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-_INDUCTOR = "torch._inductor."
+_COMPILED_GRAPHS = "torch._inductor.runtime.compile_tasks."
+"""Starts the names of the modules that Inductor writes."""
 
 
 def triton_kernels() -> dict[str, list[str]]:
@@ -57,7 +58,7 @@ def _alive(kinds: tuple[type, ...]) -> list[Any]:
 
 
 def _is_copy(function: Any) -> bool:
-    return str(function.__module__).startswith(_INDUCTOR)
+    return str(function.__module__).startswith(_COMPILED_GRAPHS)
 
 
 def _copied(copy: Any, candidates: list[Any]) -> list[Any]:

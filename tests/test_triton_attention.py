@@ -14,6 +14,10 @@ TRITON = {
     "VLLM_FL_PREFER": "reference",  # all but the attention, which is slow enough
     "VLLM_FL_PER_OP": "attention_backend=flagos;reshape_and_cache_flash=flagos",
 }
+BY_PHASE = (
+    "attention_backend.decode=flagos;attention_backend.prefill=reference;"
+    "reshape_and_cache_flash=flagos"
+)
 
 
 def test_chunked_prefill_beside_decodes(vllm, tiny_model, prompts, expected):
@@ -32,3 +36,22 @@ def test_chunked_prefill_beside_decodes(vllm, tiny_model, prompts, expected):
     assert used["reshape_and_cache_flash"] == "default.flagos"
     assert calls["reshape_and_cache_flash"] > NEW_TOKENS
     assert used["rms_norm"] == "reference.torch"
+
+
+def test_decode_and_prefill_by_different_implementations(vllm, tiny_model, prompts, expected):
+    """Decode by Triton, prefill by plain PyTorch; a step with both is prefill."""
+    chosen = [0, 6, 12]
+    env = {**TRITON, "VLLM_FL_PER_OP": BY_PHASE}
+    result = vllm(
+        tiny_model, [prompts[i] for i in chosen],
+        new_tokens=NEW_TOKENS, env=env, max_num_batched_tokens=64, enable_prefix_caching=False,
+    )  # fmt: skip
+    assert [output["tokens"] for output in result["outputs"][0]] == [
+        expected[i][:NEW_TOKENS] for i in chosen
+    ]
+    assert f"Attention backend for decode: {BACKEND} (default.flagos" in result["log"]
+    assert "Attention backend for prefill: vllm_fl_reference.attention" in result["log"]
+    used = {row["op"]: row["implementation"] for row in result["operators"][0]}
+    assert used["attention_backend.decode"] == "default.flagos"
+    assert used["attention_backend.prefill"] == "reference.torch"
+    assert "attention_backend" not in used

@@ -11,6 +11,7 @@ from vllm_fl.dispatch.config import Config
 from vllm_fl.dispatch.config_file import parse_file
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.oplist import write_atomically
+from vllm_fl.dispatch.phases import lay_orders, nested_orders
 from vllm_fl.dispatch.settings import BY_KEY, SETTINGS
 
 
@@ -23,7 +24,7 @@ def file_content(
 
     Args:
         settings: the effective configuration during tuning.
-        orders: operator -> order tokens, of what was changed.
+        orders: operator (and phase) -> order tokens, of what was changed.
         block: what the file says about itself.
     """
     content: dict[str, Any] = {tuned.KEY: dict(block)}
@@ -38,8 +39,7 @@ def file_content(
         cancelling = setting.extends and not superseded
         if setting.parse is not None and (cancelling or value != setting.variable.default):
             content[setting.key] = list(value) if isinstance(value, tuple) else value
-    changed = {**settings["op_backends"], **orders}
-    content["op_backends"] = {op: list(order) for op, order in changed.items()}
+    content["op_backends"] = nested_orders(lay_orders(settings["op_backends"], orders))
     return content
 
 

@@ -12,8 +12,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from vllm_fl.dispatch.phases import lay_orders, phase_name, split_choice
+
 Configuration: TypeAlias = Mapping[str, str]
-"""Operator -> implementation id, for every operator of a space."""
+"""Operator -> implementation id, or those of its phases as ``join_choice`` writes them."""
 
 NEEDS_RESTART = frozenset({"attention_backend"})
 """Operators that are asked once, when the model is built: another choice needs another engine."""
@@ -67,7 +69,7 @@ def needs_restart(running: Configuration, wanted: Configuration) -> bool:
 def orders(
     space: Space, available: Mapping[str, tuple[str, ...]], configuration: Configuration
 ) -> dict[str, list[str]]:
-    """Return the order tokens of what a configuration changes.
+    """Return operator (and phase) -> the order tokens, of what a configuration changes.
 
     The chosen implementation is followed by the other ones, for calls that it does not take.
 
@@ -76,12 +78,16 @@ def orders(
         available: operator -> every implementation that can run, in the default order.
         configuration: what is chosen.
     """
-    return {
-        op: [f"impl:{impl}", *(f"impl:{other}" for other in available[op] if other != impl)]
-        for op, impl in space.changes(configuration).items()
-    }
+    changed = {}
+    for op, choice in space.changes(configuration).items():
+        single = [other for other in available[op] if "" in split_choice(op, other)]
+        for phase, impl in split_choice(op, choice).items():
+            changed[phase_name(op, phase)] = [
+                f"impl:{impl}", *(f"impl:{other}" for other in single if other != impl)
+            ]  # fmt: skip
+    return changed
 
 
 def policy(base: Mapping[str, Any], changed: Mapping[str, list[str]]) -> dict[str, Any]:
     """Return a policy's content with some orders changed, strict, so that nothing falls back."""
-    return {**base, "strict": True, "per_op_order": {**base["per_op_order"], **changed}}
+    return {**base, "strict": True, "per_op_order": lay_orders(base["per_op_order"], changed)}

@@ -18,6 +18,7 @@ from vllm_fl.dispatch.config_file import json_schema
 from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
+from vllm_fl.dispatch.phases import phase_name
 from vllm_fl.dispatch.report import backends, doctor, explain
 from vllm_fl.dispatch.settings import BUILT_IN
 from vllm_fl.dispatch.state import current_config, current_device, report_unused
@@ -140,28 +141,33 @@ def _explain(arguments: argparse.Namespace) -> str:
     report = explain(get_default_manager(), arguments.op, call)
     if arguments.json:
         return json.dumps(report, indent=2)
+    mode = "strict: the first error raises" if report["strict"] else "falls back on errors"
+    lines = [report["operator"], report["summary"]]
+    for phase, decided in report.get("phases", {"": report}).items():
+        lines += ["", f"In the phase {phase}:"] if phase else []
+        lines += _decided(phase_name(arguments.op, phase), decided, mode)
+    return "\n".join(lines)
+
+
+def _decided(name: str, decided: dict[str, Any], mode: str) -> list[str]:
+    """Return lines about what was decided for an operator, or for one in a phase."""
     rows = [
         [row["impl_id"], row["wheel"] or "by hand", row["decision"], row["reason"]]
-        for row in report["implementations"]
+        for row in decided["implementations"]
     ]
-    source = report["source"]
-    mode = "strict: the first error raises" if report["strict"] else "falls back on errors"
-    return "\n".join(
-        (
-            report["operator"],
-            report["summary"],
-            f"Order: {' > '.join(report['order'])}"
-            f"{f' (from {source})' if source not in ('', BUILT_IN) else ''}; {mode}.",
-            "",
-            table(["implementation", "wheel", "decision", "reason"], rows),
-            *(
-                f"\n{row['impl_id']}: {row['note']}"
-                for row in report["implementations"]
-                if row["note"]
-            ),
-            *([] if report["chosen"] else ["", f"Nothing runs {arguments.op} under this policy."]),
-        )
-    )
+    source = decided["source"]
+    return [
+        f"Order: {' > '.join(decided['order'])}"
+        f"{f' (from {source})' if source not in ('', BUILT_IN) else ''}; {mode}.",
+        "",
+        table(["implementation", "wheel", "decision", "reason"], rows),
+        *(
+            f"\n{row['impl_id']}: {row['note']}"
+            for row in decided["implementations"]
+            if row["note"]
+        ),
+        *([] if decided["chosen"] else ["", f"Nothing runs {name} under this policy."]),
+    ]
 
 
 def _config(arguments: argparse.Namespace) -> str:

@@ -42,7 +42,10 @@ def parse_list(text: str) -> tuple[str, ...]:
 
 
 def parse_per_op(text: str) -> dict[str, tuple[str, ...]]:
-    """Parse ``"rms_norm=vendor|flagos;silu_and_mul=reference"`` into operator -> order tokens."""
+    """Parse ``"rms_norm=vendor|flagos;silu_and_mul=reference"`` into operator -> order tokens.
+
+    The operator may be one in a phase, as in ``attention_backend.decode``.
+    """
     orders: dict[str, tuple[str, ...]] = {}
     for entry in filter(None, (part.strip() for part in text.split(";"))):
         op, separator, tokens = entry.partition("=")
@@ -184,7 +187,8 @@ STRICT = EnvVar(
 PER_OP = EnvVar(
     "VLLM_FL_PER_OP", parse_per_op, {}, "op=token|token;op=token",
     "Per operator, the order tokens to try. Tokens: flagos, vendor, vendor:NAME, reference, "
-    "impl:ID. Only what is listed may run.",
+    "impl:ID. Only what is listed may run. Attention may differ by phase: "
+    "attention_backend.decode=token;attention_backend.prefill=token.",
 )  # fmt: skip
 ALLOW_VENDORS = EnvVar(
     "VLLM_FL_ALLOW_VENDORS", parse_list, None, "a,b",

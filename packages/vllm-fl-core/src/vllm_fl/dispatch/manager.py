@@ -29,7 +29,8 @@ from vllm_fl.dispatch.failure import Quarantine, describe_call, may_retry
 from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.oplist import OpList
-from vllm_fl.dispatch.ops import get_spec
+from vllm_fl.dispatch.ops import CATALOGUE, get_spec
+from vllm_fl.dispatch.phases import phase_name
 from vllm_fl.dispatch.policy import Ranking, SelectionPolicy, check_token, rank
 from vllm_fl.dispatch.predicate import predicate
 from vllm_fl.dispatch.registry import OpRegistry
@@ -148,6 +149,7 @@ class OpManager(state.PolicyListener):
         op_name: str,
         policy: SelectionPolicy | None = None,
         call: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+        phase: str = "",
     ) -> Ranking:
         """Rank an operator's implementations.
 
@@ -155,6 +157,7 @@ class OpManager(state.PolicyListener):
             op_name: the operator.
             policy: the policy; None for the one in force here.
             call: arguments of a call, to leave out implementations that do not take them.
+            phase: the phase of the engine's steps; "" for an operator that has none.
         """
         self.ensure_initialized()
         get_spec(op_name)
@@ -171,7 +174,29 @@ class OpManager(state.PolicyListener):
             self._ask_availability,
             state.device_arch(),
             takes,
+            phase,
         )
+
+    def rank_by_phase(
+        self,
+        op_name: str,
+        policy: SelectionPolicy | None = None,
+        call: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    ) -> dict[str, Ranking]:
+        """Rank an operator's implementations in each phase; one ranking, "", where all are alike.
+
+        Args:
+            op_name: the operator.
+            policy: the policy; None for the one in force here.
+            call: arguments of a call, to leave out implementations that do not take them.
+        """
+        phases = (policy or state.get_policy()).phases(op_name)
+        return {phase: self.rank(op_name, policy, call, phase) for phase in phases}
+
+    def first_choices(self) -> dict[str, OpImpl]:
+        """Return operator, with its phase where phases have orders -> the first choice for it."""
+        rankings = [r for op_name in CATALOGUE for r in self.rank_by_phase(op_name).values()]
+        return {ranking.op_name: ranking.order[0] for ranking in rankings if ranking.order}
 
     def resolve_candidates(self, op_name: str) -> list[OpImpl]:
         """Return the implementations that may run, first choice first.
@@ -202,10 +227,10 @@ class OpManager(state.PolicyListener):
         """
         return self._callables.function(impl)
 
-    def note_use(self, impl: OpImpl) -> None:
-        """Put an implementation on the operator list, if one is written."""
+    def note_use(self, impl: OpImpl, phase: str = "") -> None:
+        """Put an implementation, in use in a phase ("": in all), on the operator list, if any."""
         if self.oplist is not None:
-            self.oplist.note(impl.op_name, impl.impl_id)
+            self.oplist.note(phase_name(impl.op_name, phase), impl.impl_id)
 
     def bind(self, op_name: str) -> BoundOp:
         """Return a live handle. Bound inside a policy context, it keeps that context's policy.

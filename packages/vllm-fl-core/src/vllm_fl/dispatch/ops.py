@@ -37,6 +37,7 @@ def _operator(
     donated_when: str | None = None,
     written: tuple[str, ...] = (),
     updated: tuple[str, ...] = (),
+    phases: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def declare(stub: Callable[..., Any]) -> Callable[..., Any]:
         name = stub.__name__
@@ -49,6 +50,7 @@ def _operator(
             written=frozenset(written),
             updated=frozenset(updated),
             tolerances=_FLOAT_TOLERANCES,
+            phases=phases,
         )
         return stub
 
@@ -119,12 +121,14 @@ def rotary_embedding(
     """
 
 
-@_operator()
+@_operator(phases=("decode", "prefill"))
 def attention_backend(use_mla: bool = False, use_sparse: bool = False) -> str:
     """The attention backend class for vLLM, as the text "package.module:Class".
 
     Called once a layer group when the model is built; the class is a subclass of vLLM's
     ``AttentionBackend`` whose ``validate_configuration`` refuses, with reasons, what it cannot do.
+    Steps in which every request has one new token (phase ``decode``) may have another class than
+    all others (``prefill``), if both lay the cache out in the same way.
     Source: vLLM ``Platform.get_attn_backend_cls``.
     """
 

@@ -19,6 +19,7 @@ from vllm_fl.dispatch.errors import (
     nearest,
 )
 from vllm_fl.dispatch.ops import get_spec
+from vllm_fl.dispatch.phases import flat_orders, phase_name, split_name
 from vllm_fl.dispatch.types import YES, BackendImplKind, Decision, OpImpl
 
 PREFER_DEFAULT = BackendImplKind.DEFAULT.value
@@ -89,7 +90,7 @@ class SelectionPolicy:
         prefer: the kind that is tried first for operators without an order of their own.
         strict: the first error raises; nothing falls back.
         per_op_order: (operator, order tokens) pairs; for these operators only what is listed
-            may run.
+            may run. The operator may be one in a phase, as in ``attention_backend.decode``.
         deny_vendors: vendors that may not run.
         allow_vendors: the only vendors that may run; None means any.
         flagos_whitelist: the only operators that implementations of kind DEFAULT may run; None
@@ -118,7 +119,7 @@ class SelectionPolicy:
         if not isinstance(self.strict, bool):
             raise ConfigError(f"strict={self.strict!r} is not a boolean. Allowed: true, false.")
         for op, order in self.per_op_order:
-            get_spec(op)
+            split_name(op)
             if not order:
                 raise ConfigError(
                     f"The order of operator {op!r} is empty; name at least one token."
@@ -139,7 +140,7 @@ class SelectionPolicy:
         cls,
         prefer: str = PREFER_DEFAULT,
         strict: bool = False,
-        per_op_order: Mapping[str, Iterable[str]] | None = None,
+        per_op_order: Mapping[str, Iterable[str] | Mapping[str, Iterable[str]]] | None = None,
         deny_vendors: Iterable[str] = (),
         allow_vendors: Iterable[str] | None = None,
         flagos_whitelist: Iterable[str] | None = None,
@@ -150,7 +151,7 @@ class SelectionPolicy:
         Raises:
             ConfigError: a value is not allowed; UnknownOperatorError: an operator does not exist.
         """
-        orders = sorted((per_op_order or {}).items())
+        orders = sorted(flat_orders(per_op_order or {}).items())
         for op, order in orders:
             if isinstance(order, str):
                 raise ConfigError(
@@ -177,9 +178,16 @@ class SelectionPolicy:
         """The per-operator orders as a dictionary."""
         return dict(self.per_op_order)
 
-    def get_per_op_order(self, op_name: str) -> tuple[str, ...] | None:
-        """The operator's own order, or None."""
-        return self.per_op_order_dict.get(op_name)
+    def get_per_op_order(self, op_name: str, phase: str = "") -> tuple[str, ...] | None:
+        """The operator's own order in a phase, else that for all phases, or None."""
+        orders = self.per_op_order_dict
+        return orders.get(phase_name(op_name, phase), orders.get(op_name))
+
+    def phases(self, op_name: str) -> tuple[str, ...]:
+        """The operator's phases if one of them has an order of its own, else "" for all alike."""
+        orders, phases = self.per_op_order_dict, get_spec(op_name).phases
+        apart = any(phase_name(op_name, phase) in orders for phase in phases)
+        return phases if apart else ("",)
 
     def get_default_order(self) -> tuple[str, ...]:
         """The order of operators that have none of their own."""
@@ -222,7 +230,7 @@ class Ranking:
     """The outcome for one operator.
 
     Attributes:
-        op_name: the operator.
+        op_name: the operator, with its phase if it was ranked for one.
         order: the implementations that may run, first choice first.
         rejected: the others with the reason for each.
     """
@@ -254,6 +262,7 @@ def rank(
     availability: Callable[[OpImpl], Decision] = OpImpl.availability,
     arch: int | None = None,
     arguments: Callable[[OpImpl], Decision] = lambda impl: YES,
+    phase: str = "",
 ) -> Ranking:
     """Order an operator's implementations under a policy. Pure but for what it is given to ask.
 
@@ -268,8 +277,10 @@ def rank(
         availability: asked only for implementations that the policy admits.
         arch: the device's architecture as 10 * major + minor; None if it has no such number.
         arguments: asked last, whether an implementation takes the arguments of a certain call.
+        phase: the phase of the engine's steps; "" for an operator that has none.
     """
-    own_order = policy.get_per_op_order(op_name)
+    name = phase_name(op_name, phase)
+    own_order = policy.get_per_op_order(op_name, phase)
     tokens = own_order or policy.get_default_order()
     accepted: list[tuple[int, int, str, OpImpl]] = []
     rejected: list[tuple[OpImpl, Decision]] = []
@@ -277,7 +288,7 @@ def rank(
         place = next((i for i, token in enumerate(tokens) if match_token(impl, token)), None)
         decision = YES
         if place is None:
-            decision = Decision.no(f"the order for {op_name} is {' > '.join(tokens)}")
+            decision = Decision.no(f"the order for {name} is {' > '.join(tokens)}")
         if decision and impl.kind is BackendImplKind.DEFAULT:
             decision = policy.flagos_decision(op_name)
         if decision and impl.vendor is not None:
@@ -297,4 +308,4 @@ def rank(
         else:
             rejected.append((impl, decision))
     accepted.sort(key=lambda entry: entry[:3])
-    return Ranking(op_name, tuple(entry[3] for entry in accepted), tuple(rejected))
+    return Ranking(name, tuple(entry[3] for entry in accepted), tuple(rejected))

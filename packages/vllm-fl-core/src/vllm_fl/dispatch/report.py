@@ -12,6 +12,8 @@ from vllm_fl.dispatch.backend import Backend
 from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
+from vllm_fl.dispatch.phases import split_name
+from vllm_fl.dispatch.policy import Ranking
 
 _PACKAGES = ("vllm-fl-core", "vllm", "torch", "triton", "flag-gems", "transformers")
 
@@ -23,6 +25,8 @@ def explain(
 ) -> dict[str, Any]:
     """Return every implementation of an operator with the decision about it.
 
+    Where phases have orders of their own, "phases" holds the decisions of each.
+
     Args:
         manager: the manager that decides.
         op_name: the operator.
@@ -33,8 +37,21 @@ def explain(
     """
     spec = get_spec(op_name)
     policy = state.get_policy()
-    ranking = manager.rank(op_name, policy, call)
-    order = policy.get_per_op_order(op_name) or policy.get_default_order()
+    decided = {
+        phase: _decided(ranking, policy.get_per_op_order(op_name, phase))
+        for phase, ranking in manager.rank_by_phase(op_name, policy, call).items()
+    }
+    return {
+        "operator": spec.declaration,
+        "summary": spec.summary,
+        "strict": policy.strict,
+        **decided.get("", {"phases": decided}),
+    }
+
+
+def _decided(ranking: Ranking, own_order: tuple[str, ...] | None) -> dict[str, Any]:
+    """Return the decisions of a ranking under the policy in force."""
+    order = own_order or state.get_policy().get_default_order()
     decisions = [
         (
             impl,
@@ -56,21 +73,19 @@ def explain(
         for impl, decision, reason in decisions
     ]
     return {
-        "operator": spec.declaration,
-        "summary": spec.summary,
         "chosen": ranking.order[0].impl_id if ranking.order else None,
         "order": list(order),
-        "source": _source_of_order(op_name, order),
-        "strict": policy.strict,
+        "source": _source_of_order(ranking.op_name, order),
         "implementations": rows,
     }
 
 
-def _source_of_order(op_name: str, order: tuple[str, ...]) -> str:
-    """Say where an operator's order comes from; empty when it was set from Python."""
+def _source_of_order(name: str, order: tuple[str, ...]) -> str:
+    """Say where the order of an operator, or one in a phase, comes from; "" if from Python."""
     config = state.current_config()
+    orders = config["op_backends"]
     for key, configured in (
-        ("op_backends", config["op_backends"].get(op_name)),
+        ("op_backends", orders.get(name, orders.get(split_name(name)[0]))),
         ("prefer", config.policy().get_default_order()),
     ):
         if configured is not None:
@@ -81,20 +96,22 @@ def _source_of_order(op_name: str, order: tuple[str, ...]) -> str:
 def operator_table(manager: OpManager) -> list[dict[str, Any]]:
     """Return, for each operator, what is chosen for it and whatever else ran, with the calls.
 
+    An operator whose phases have orders of their own has rows for each, named ``operator.phase``.
     Calls are counted only while ``manager.count_calls`` is on.
     """
     manager.ensure_initialized()
     failed = manager.get_failed_impls()
     rows = []
-    for op_name in CATALOGUE:
-        order = manager.rank(op_name).order
+    rankings = [r for op_name in CATALOGUE for r in manager.rank_by_phase(op_name).values()]
+    for ranking in rankings:
+        op_name, order = split_name(ranking.op_name)[0], ranking.order
         calls = manager.counters.calls
         for impl in manager.registry.get_implementations(op_name):
             chosen = bool(order) and impl == order[0]
             if chosen or calls[op_name, impl.impl_id]:
                 rows.append(
                     {
-                        "op": op_name,
+                        "op": ranking.op_name,
                         "implementation": impl.impl_id,
                         "wheel": impl.distribution,
                         "version": impl.version,
@@ -152,7 +169,7 @@ def doctor(manager: OpManager) -> dict[str, Any]:
         config = state.current_config()
         report["config"] = {key: vars(value) for key, value in config.values.items()}
         report["operators"] = operator_table(manager)
-        rankings = [manager.rank(op) for op in CATALOGUE]
+        rankings = [r for op in CATALOGUE for r in manager.rank_by_phase(op).values()]
         report["operators_without_implementation"] = {
             r.op_name: {impl.impl_id: no.reason for impl, no in r.rejected}
             for r in rankings

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_fl.dispatch import env
+from vllm_fl.dispatch.ops import CATALOGUE
+from vllm_fl.dispatch.phases import flat_orders
 
 
 def _choice(value: Any) -> str:
@@ -33,11 +35,11 @@ def _orders(value: Any) -> dict[str, tuple[str, ...]]:
     if not isinstance(value, dict):
         raise ValueError(f"{value!r} is not a mapping of operators to order tokens.")
     orders = {}
-    for op, order in value.items():
+    for op, order in flat_orders({str(op): order for op, order in value.items()}).items():
         tokens = order.split("|") if isinstance(order, str) else order
         if not isinstance(tokens, list) or not all(isinstance(t, str) for t in tokens):
             raise ValueError(f"{op}: {order!r} is not a list of tokens. Write [vendor, flagos].")
-        orders[str(op)] = tuple(token.strip() for token in tokens)
+        orders[op] = tuple(token.strip() for token in tokens)
     return orders
 
 
@@ -83,9 +85,23 @@ BUILT_IN = "built-in default"
 
 _TOKEN = {"type": "string", "pattern": "^(flagos|vendor|reference|vendor:.+|impl:.+)$"}
 _NAME_LIST = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+_ORDER: dict[str, Any] = {"oneOf": [{"type": "string"}, {"type": "array", "items": _TOKEN}]}
+
+
+def _order_by_phase(phases: tuple[str, ...]) -> dict[str, Any]:
+    by_phase = {
+        "type": "object",
+        "additionalProperties": False,
+        "minProperties": 1,
+        "properties": dict.fromkeys(phases, _ORDER),
+    }
+    return {"oneOf": [*_ORDER["oneOf"], by_phase]}
+
+
 _ORDER_MAP = {
     "type": "object",
-    "additionalProperties": {"oneOf": [{"type": "string"}, {"type": "array", "items": _TOKEN}]},
+    "properties": {op: _order_by_phase(s.phases) for op, s in CATALOGUE.items() if s.phases},
+    "additionalProperties": _ORDER,
 }
 _KINDS = {"enum": ["flagos", "vendor", "reference"]}
 

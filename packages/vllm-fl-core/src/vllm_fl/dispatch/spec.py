@@ -25,6 +25,8 @@ class OpSpec:
         updated: parameters of which a call changes a part, in place. What that part held before
             does not matter, so that a call that has failed may be repeated here, too.
         tolerances: per dtype name, (rtol, atol) against a float64 oracle.
+        phases: phases of the engine's steps in which implementations may differ. Only where the
+            choice costs nothing a call and one compiled graph does not serve several.
     """
 
     name: str
@@ -35,6 +37,7 @@ class OpSpec:
     written: frozenset[str] = frozenset()
     updated: frozenset[str] = frozenset()
     tolerances: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    phases: tuple[str, ...] = ()
 
     @property
     def summary(self) -> str:

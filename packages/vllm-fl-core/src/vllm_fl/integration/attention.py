@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.logging import get_logger
+from vllm_fl.dispatch.ops import get_spec
+from vllm_fl.dispatch.phases import DECODE, PREFILL, join_choice
+from vllm_fl.dispatch.policy import Ranking
 from vllm_fl.dispatch.state import get_policy
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl, load_object
 from vllm_fl.integration.handover import adopt
 
 if TYPE_CHECKING:
+    from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
@@ -31,7 +38,8 @@ def is_vllm_s_choice(selected: AttentionBackendEnum | None) -> bool:
 
 def is_user_s_order() -> bool:
     """Whether the policy names implementations for the operator, which then must work."""
-    return get_policy().get_per_op_order(OPERATOR) is not None
+    policy = get_policy()
+    return any(policy.get_per_op_order(OPERATOR, phase) for phase in policy.phases(OPERATOR))
 
 
 def _stands_back(impl: OpImpl, platform: Any, selected: AttentionBackendEnum | None) -> bool:
@@ -48,6 +56,77 @@ def _stands_back(impl: OpImpl, platform: Any, selected: AttentionBackendEnum | N
     )
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """An implementation and the backend class that it gives for what the layers need."""
+
+    impl: OpImpl
+    backend: type[AttentionBackend]
+    path: str
+
+    @property
+    def described(self) -> str:
+        return f"{self.path} ({self.impl.impl_id}, {self.impl.wheel or 'by hand'})"
+
+
+class _Selection:
+    """One selection: what the layers need, and why implementations cannot serve them."""
+
+    def __init__(
+        self, platform: Any, selected: AttentionBackendEnum | None, config: AttentionSelectorConfig
+    ) -> None:
+        self.platform = platform
+        self.selected = selected
+        self.config = config
+        self.needs = {"use_mla": config.use_mla, "use_sparse": config.use_sparse}
+        self.refusals: list[str] = []
+
+    def refuse(self, who: str, why: str) -> None:
+        """Note a refusal for the message, each once."""
+        line = f"  {who}: {why}"
+        if line not in self.refusals:
+            self.refusals.append(line)
+
+    def candidates(self, ranking: Ranking) -> Iterator[_Candidate]:
+        """Yield the implementations whose class accepts the configuration, in order.
+
+        Raises:
+            Exception: one fails, and the policy is strict.
+        """
+        manager, strict = get_default_manager(), get_policy().strict
+        for impl, decision in ranking.rejected:
+            self.refuse(impl.impl_id, decision.reason)
+        for impl in ranking.order[:1] if strict else ranking.order:
+            if _stands_back(impl, self.platform, self.selected):
+                self.refuse(impl.impl_id, "vLLM's own attention backends go before it")
+                continue
+            try:
+                reference = manager.function(impl)(**self.needs)
+                backend = load_object(reference)
+                problems = backend.validate_configuration(
+                    device_capability=self.platform.get_device_capability(),
+                    **self.config._asdict(),
+                )
+            except Exception as error:
+                if strict:
+                    raise
+                self.refuse(impl.impl_id, f"{type(error).__name__}: {error}")
+                logger.warning("%s of %s failed: %r", impl.impl_id, OPERATOR, error)
+                continue
+            if problems:
+                who = f"{impl.impl_id} ({backend.get_name()}, {reference})"
+                self.refuse(who, "; ".join(problems))
+                continue
+            yield _Candidate(impl, backend, str(reference).replace(":", "."))
+
+    def is_named(self, who: str, name: str) -> bool:
+        """Whether a backend of this name is what the user asked for, if for any."""
+        if self.selected is None or self.selected.name == name:
+            return True
+        self.refuse(who, f"it is {name}, and {self.selected.name} was asked for")
+        return False
+
+
 def select_backend(
     platform: Any,
     selected: AttentionBackendEnum | None,
@@ -56,7 +135,8 @@ def select_backend(
     """Return the qualified name of the attention backend class for a layer group.
 
     The implementations of ``attention_backend`` are asked in the policy's order; the first whose
-    class accepts the configuration is taken. What the user asked for with
+    class accepts the configuration is taken. Where decode and prefill have orders of their own,
+    the first of each that go together are made one class. What the user asked for with
     ``--attention-backend`` is taken or refused, never replaced.
 
     Args:
@@ -72,42 +152,79 @@ def select_backend(
 
     adopt(get_current_vllm_config())
     manager = get_default_manager()
-    needs = {"use_mla": config.use_mla, "use_sparse": config.use_sparse}
-    ranking = manager.rank(OPERATOR, call=((), needs))
-    refusals = [f"  {impl.impl_id}: {decision.reason}" for impl, decision in ranking.rejected]
-    strict = get_policy().strict
-    for impl in ranking.order[:1] if strict else ranking.order:
-        if _stands_back(impl, platform, selected):
-            refusals.append(f"  {impl.impl_id}: vLLM's own attention backends go before it")
+    selection = _Selection(platform, selected, config)
+    rankings = manager.rank_by_phase(OPERATOR, call=((), selection.needs))
+    for parts in _combinations(
+        {phase: selection.candidates(ranking) for phase, ranking in rankings.items()}
+    ):
+        ids = {phase: part.impl.impl_id for phase, part in parts.items()}
+        taken = next(iter(parts.values()))
+        backend, path = taken.backend, taken.path
+        if len(set(ids.values())) > 1:
+            from vllm_fl.integration.phased_attention import by_phase, disagreement
+
+            decode, prefill = parts[DECODE].backend, parts[PREFILL].backend
+            problem = disagreement(decode, prefill)
+            if problem:
+                selection.refuse(join_choice(ids), problem)
+                logger.warning("%s is not used: %s", join_choice(ids), problem)
+                continue
+            backend = by_phase(decode, prefill)
+            path = f"{backend.__module__}.{backend.__qualname__}"
+        if not selection.is_named(join_choice(ids), backend.get_name()):
             continue
-        try:
-            reference = manager.function(impl)(**needs)
-            backend = load_object(reference)
-            name = backend.get_name()
-            problems = backend.validate_configuration(
-                device_capability=platform.get_device_capability(), **config._asdict()
-            )
-        except Exception as error:
-            if strict:
-                raise
-            refusals.append(f"  {impl.impl_id}: {type(error).__name__}: {error}")
-            logger.warning("%s of %s failed: %r", impl.impl_id, OPERATOR, error)
-            continue
-        if selected is not None and selected.name != name:
-            problems = [f"it is {name}, and {selected.name} was asked for", *problems]
-        if problems:
-            refusals.append(f"  {impl.impl_id} ({name}, {reference}): {'; '.join(problems)}")
-            continue
-        path = str(reference).replace(":", ".")
-        if name == AttentionBackendEnum.CUSTOM.name:
+        if backend.get_name() == AttentionBackendEnum.CUSTOM.name:
             register_backend(AttentionBackendEnum.CUSTOM, path)
-        manager.note_use(impl)
-        logger.info("Attention backend: %s (%s, %s)", path, impl.impl_id, impl.wheel or "by hand")
+        for phase, part in parts.items():
+            manager.note_use(part.impl, phase)
+        if backend is taken.backend:
+            logger.info("Attention backend: %s", taken.described)
+        else:
+            for phase, part in parts.items():
+                logger.info("Attention backend for %s: %s", phase, part.described)
         return path
     asked = f" for --attention-backend {selected.name}" if selected is not None else ""
     raise NoAttentionBackend(
         f"No attention backend of vllm-fl can serve this model on the {platform.device_name} "
-        f"platform{asked}.\n" + "\n".join(refusals) + f"\nWhat the model needs: {config}.\n"
+        f"platform{asked}.\n" + "\n".join(selection.refusals) + "\n"
+        f"What the model needs: {config}.\n"
         "Install a backend wheel that supports it, or change what the model needs or what was "
         "asked for."
     )
+
+
+def _combinations(
+    candidates: Mapping[str, Iterator[_Candidate]],
+) -> Iterator[dict[str, _Candidate]]:
+    """Yield phase -> candidate, those of the first phase varying slowest.
+
+    Candidates of a single phase are asked for one by one.
+    """
+    first, *others = candidates
+    rest = [list(candidates[phase]) for phase in others]
+    for candidate in candidates[first]:
+        for combination in itertools.product(*rest):
+            yield dict(zip(candidates, (candidate, *combination), strict=True))
+
+
+def choices_by_phase(order: Sequence[OpImpl]) -> list[str]:
+    """Return the pairs of different implementations that can serve a phase each, for the tuner.
+
+    Plain PyTorch is what others are compared with, and no part of a pair.
+    """
+    from vllm_fl.integration.phased_attention import disagreement
+
+    backends = {}
+    for impl in order:
+        if impl.kind is BackendImplKind.REFERENCE:
+            continue
+        try:
+            backends[impl.impl_id] = load_object(get_default_manager().function(impl)())
+        except Exception as error:  # its own trial will say so, too
+            logger.warning("%s of %s failed: %r", impl.impl_id, OPERATOR, error)
+    phases = get_spec(OPERATOR).phases
+    return [
+        join_choice(dict(zip(phases, pair, strict=True)))
+        for pair in itertools.permutations(backends, 2)
+        if not disagreement(*(backends[impl_id] for impl_id in pair))
+    ]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.dispatch import env, state
 from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import ConfigError
-from vllm_fl.dispatch.ops import CATALOGUE
 from vllm_fl.dispatch.policy import SelectionPolicy
 
 if TYPE_CHECKING:
@@ -53,9 +52,8 @@ _CHOOSING = (env.PLUGIN_MODULES, env.PLATFORM, env.COMPARE, env.COMPARE_LIMIT)
 
 def operator_versions() -> dict[str, str]:
     """Return operator -> the implementation that runs it and its wheel with version."""
-    manager = get_default_manager()
-    chosen = {op: manager.rank(op).order for op in CATALOGUE}
-    return {op: f"{o[0].impl_id} {o[0].wheel}".strip() for op, o in chosen.items() if o}
+    chosen = get_default_manager().first_choices()
+    return {name: f"{impl.impl_id} {impl.wheel}".strip() for name, impl in chosen.items()}
 
 
 def adopt(vllm_config: VllmConfig) -> None:

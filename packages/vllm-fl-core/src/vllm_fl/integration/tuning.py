@@ -9,8 +9,10 @@ from typing import Any
 from vllm_fl.dispatch import state
 from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.ops import CATALOGUE
+from vllm_fl.dispatch.phases import join_choice
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.dispatch.predicate import predicate
+from vllm_fl.integration import attention
 from vllm_fl.integration.graphs import GraphCache, check_rebindable
 
 
@@ -50,15 +52,18 @@ class TuningMethods:
     def fl_candidates(self) -> dict[str, Any]:
         """Return what can run each operator here, the implementation in force first.
 
-        Orders of single operators and strictness are left aside; vendors and lists count.
+        Where implementations may differ by phase, pairs that go together are choices, too. Orders
+        of single operators and strictness are left aside; vendors and lists count.
         """
         manager, policy = get_default_manager(), state.get_global_policy()
         free = replace(policy, per_op_order=(), strict=False)
-        found = {}
-        for op_name in CATALOGUE:
+        first, found = chosen(), {}
+        for op_name, spec in CATALOGUE.items():
             ranking = manager.rank(op_name, free)
-            first = [impl.impl_id for impl in manager.rank(op_name).order]
-            ids = dict.fromkeys((*first[:1], *(impl.impl_id for impl in ranking.order)))
+            ids = dict.fromkeys([first[op_name]] if op_name in first else [])
+            ids |= dict.fromkeys(impl.impl_id for impl in ranking.order)
+            if spec.phases:
+                ids |= dict.fromkeys(attention.choices_by_phase(ranking.order))
             found[op_name] = {
                 "available": list(ids),
                 "references": [
@@ -117,7 +122,11 @@ class TuningMethods:
 
 
 def chosen() -> dict[str, str]:
-    """Return operator -> the implementation in force."""
+    """Return operator -> the implementation in force, or those of the phases in one text."""
     manager = get_default_manager()
-    orders = {op_name: manager.rank(op_name).order for op_name in CATALOGUE}
-    return {op_name: order[0].impl_id for op_name, order in orders.items() if order}
+    rankings = {op_name: manager.rank_by_phase(op_name) for op_name in CATALOGUE}
+    return {
+        op_name: join_choice({phase: r.order[0].impl_id for phase, r in by_phase.items()})
+        for op_name, by_phase in rankings.items()
+        if all(ranking.order for ranking in by_phase.values())
+    }

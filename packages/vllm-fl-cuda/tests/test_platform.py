@@ -188,6 +188,7 @@ QUESTIONS = {
     "wrongly named by the user": ("TRITON_ATTN", {"dtype": "int8"}, {}),
     "custom": ("CUSTOM", {}, {}),
     "reference": (None, {}, {"prefer": "reference"}),
+    "by phase": (None, {}, {"per_op_order": {"attention_backend.decode": ["reference"]}}),
 }
 ATTENTION = """
 import torch
@@ -238,4 +239,8 @@ def test_who_chooses_the_attention_backend():
     assert answers.pop("wrongly named by the user").startswith("Selected backend")
     assert answers.pop("custom") == REFERENCE
     assert answers.pop("reference") == REFERENCE
+    assert answers.pop("by phase") == (  # Triton does not run here, and cuda.yaml is not read
+        "vllm_fl.integration.phased_attention."
+        "DecodeReferenceAttentionBackendPrefillFlashAttentionBackend"
+    )
     assert not answers

@@ -159,6 +159,34 @@ def test_the_policy_of_a_configuration():
     assert needs_restart({"attention_backend": "a"}, {"attention_backend": "b"})
 
 
+def test_the_policy_of_implementations_that_differ_by_phase():
+    pair = "decode:a+prefill:b"
+    choices = {"attention_backend": ("a", "b", "c", pair)}
+    space = Space(choices)
+    assert needs_restart({"attention_backend": "a"}, {"attention_backend": pair})
+    assert space.name({"attention_backend": pair}) == f"attention_backend={pair}"
+    changed = orders(space, choices, {"attention_backend": pair})
+    assert changed == {
+        "attention_backend.decode": ["impl:a", "impl:b", "impl:c"],
+        "attention_backend.prefill": ["impl:b", "impl:a", "impl:c"],
+    }
+    base = SelectionPolicy.from_dict(
+        per_op_order={"moe_sum": ["flagos"], "attention_backend": ["vendor"]}
+    )
+    made = SelectionPolicy.from_dict(**policy(base.to_dict(), changed))
+    assert dict(made.per_op_order_dict) == {
+        "moe_sum": ("flagos",), **{name: tuple(order) for name, order in changed.items()}
+    }  # fmt: skip
+    # Back from a pair that is the default.
+    space = Space({"attention_backend": (pair, "a", "b")})
+    changed = orders(space, space.choices, {"attention_backend": "b"})
+    back = SelectionPolicy.from_dict(**policy(made.to_dict(), changed))
+    assert back.per_op_order_dict == {
+        "moe_sum": ("flagos",),
+        "attention_backend": ("impl:b", "impl:a"),
+    }
+
+
 def continuation(
     prompt=(-1.0, -2.0), tokens=(1, 2), steps=({1: -0.1, 3: -3.0}, {2: -0.5, 4: -0.505})
 ):

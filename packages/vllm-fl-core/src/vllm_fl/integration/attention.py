@@ -17,6 +17,7 @@ from vllm_fl.dispatch.types import BackendImplKind, OpImpl, load_object
 from vllm_fl.integration.handover import adopt
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.attention.backend import AttentionBackend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
@@ -207,11 +208,13 @@ def _combinations(
             yield dict(zip(candidates, (candidate, *combination), strict=True))
 
 
-def choices_by_phase(order: Sequence[OpImpl]) -> list[str]:
+def choices_by_phase(order: Sequence[OpImpl], vllm_config: VllmConfig) -> list[str]:
     """Return the pairs of different implementations that can serve a phase each, for the tuner.
 
     Plain PyTorch is what others are compared with, and no part of a pair.
     """
+    from vllm.config import set_current_vllm_config
+
     from vllm_fl.integration.phased_attention import disagreement
 
     backends = {}
@@ -223,8 +226,9 @@ def choices_by_phase(order: Sequence[OpImpl]) -> list[str]:
         except Exception as error:  # its own trial will say so, too
             logger.warning("%s of %s failed: %r", impl.impl_id, OPERATOR, error)
     phases = get_spec(OPERATOR).phases
-    return [
-        join_choice(dict(zip(phases, pair, strict=True)))
-        for pair in itertools.permutations(backends, 2)
-        if not disagreement(*(backends[impl_id] for impl_id in pair))
-    ]
+    with set_current_vllm_config(vllm_config):  # it says how a cache is laid out
+        return [
+            join_choice(dict(zip(phases, pair, strict=True)))
+            for pair in itertools.permutations(backends, 2)
+            if not disagreement(*(backends[impl_id] for impl_id in pair))
+        ]

@@ -8,6 +8,7 @@ they are captured. Both parts read and write one cache, so its layout must be th
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -278,9 +279,6 @@ def by_phase(
     for answer in dir(AttentionBackend):
         if answer.startswith("supports_") and answer != "supports_combination":
             content[answer] = classmethod(_both(answer))
-    for listed in ("supported_dtypes", "supported_kv_cache_dtypes"):
-        theirs = getattr(prefill, listed)
-        content[listed] = [value for value in getattr(decode, listed) if value in theirs]
     made = type(name, (PhasedBackend,), content)
     globals()[name] = made
     return made
@@ -301,24 +299,23 @@ def common_block_sizes(
     ours: list[int | MultipleOf], theirs: list[int | MultipleOf]
 ) -> list[int | MultipleOf]:
     """Return the block sizes that are in both lists, each once; an empty list has every size."""
-    if not ours or not theirs:
-        return ours or theirs
-    found: dict[tuple[bool, int], int | MultipleOf] = {}
-    for one in ours:
-        for other in theirs:
-            (a, b), multiples = map(_base, (one, other)), (one, other)
-            free = [isinstance(size, MultipleOf) for size in multiples]
-            if all(free):
-                common = math.lcm(a, b)
-                found[True, common] = MultipleOf(common)
-            elif a == b or (free[0] and b % a == 0) or (free[1] and a % b == 0):
-                exact = b if free[0] else a
-                found[False, exact] = exact
+    every: list[int | MultipleOf] = [MultipleOf(1)]
+    found: dict[tuple[type, int], int | MultipleOf] = {}
+    for one, other in itertools.product(ours or every, theirs or every):
+        size: int | MultipleOf
+        if isinstance(one, MultipleOf) and isinstance(other, MultipleOf):
+            number = math.lcm(one.base, other.base)
+            size = MultipleOf(number)
+        else:
+            size = number = other if isinstance(one, MultipleOf) else one
+            if not (_has(one, number) and _has(other, number)):
+                continue
+        found[type(size), number] = size
     return list(found.values())
 
 
-def _base(size: int | MultipleOf) -> int:
-    return size.base if isinstance(size, MultipleOf) else size
+def _has(size: int | MultipleOf, number: int) -> bool:
+    return number % size.base == 0 if isinstance(size, MultipleOf) else number == size
 
 
 def _shape(backend: type[AttentionBackend]) -> str | None:

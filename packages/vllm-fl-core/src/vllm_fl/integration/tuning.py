@@ -55,6 +55,7 @@ class TuningMethods:
         Where implementations may differ by phase, pairs that go together are choices, too. Orders
         of single operators and strictness are left aside; vendors and lists count.
         """
+        worker: Any = self
         manager, policy = get_default_manager(), state.get_global_policy()
         free = replace(policy, per_op_order=(), strict=False)
         first, found = chosen(), {}
@@ -63,7 +64,8 @@ class TuningMethods:
             ids = dict.fromkeys([first[op_name]] if op_name in first else [])
             ids |= dict.fromkeys(impl.impl_id for impl in ranking.order)
             if spec.phases:
-                ids |= dict.fromkeys(attention.choices_by_phase(ranking.order))
+                pairs = attention.choices_by_phase(ranking.order, worker.vllm_config)
+                ids |= dict.fromkeys(pairs)
             found[op_name] = {
                 "available": list(ids),
                 "references": [

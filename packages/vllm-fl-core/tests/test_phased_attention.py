@@ -1,0 +1,442 @@
+"""One attention backend out of two: which of them does what. Nothing is computed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    MultipleOf,
+)
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+from vllm_fl.dispatch import (
+    BackendImplKind,
+    OpImpl,
+    SelectionPolicy,
+    set_global_policy,
+)
+from vllm_fl.integration import attention, handover, phased_attention, tuning
+from vllm_fl.integration.attention import NoAttentionBackend, select_backend
+from vllm_fl.integration.phased_attention import (
+    PhasedMetadata,
+    by_phase,
+    common_block_sizes,
+    disagreement,
+)
+
+BLOCKS_FIRST = "num_blocks, num_kv_heads, block_size, 2 * head_size"
+
+
+class OneImpl(AttentionImpl):
+    supports_dcp = False
+
+    def __init__(self, num_heads, head_size, scale, num_kv_heads=None, **more):
+        self.num_kv_heads, self.kv_cache_dtype, self.more = num_kv_heads, "auto", more
+        self.supports_quant_query_input = True
+        self.calls = []
+
+    def process_weights_after_loading(self, act_dtype):
+        self.calls.append(("weights", act_dtype))
+
+    def do_kv_cache_update(self, *args):
+        self.calls.append(("write", *args))
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, **scales):
+        self.calls.append(("forward", attn_metadata, scales))
+        return output
+
+
+class OtherImpl(OneImpl):
+    supports_dcp = True
+
+
+class OneBuilder(AttentionMetadataBuilder):
+    _cudagraph_support = AttentionCGSupport.ALWAYS
+
+    def __init__(self, spec, layer_names, vllm_config, device):
+        super().__init__(spec, layer_names, vllm_config, device)
+        self.reorder_batch_threshold = None
+        layers = vllm_config.compilation_config.static_forward_context
+        self.impls = {name: type(layer.impl) for name, layer in layers.items()}
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False):
+        return (type(self), "build", common_prefix_len, fast_build)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata):
+        return (type(self), "capture")
+
+    def build_for_drafting(self, common_attn_metadata, draft_index):
+        return (type(self), "draft", draft_index)
+
+    def use_cascade_attention(self, *args, **kwargs):
+        return False
+
+
+class OtherBuilder(OneBuilder):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.reorder_batch_threshold = 4
+
+    def use_cascade_attention(self, *args, **kwargs):
+        return True
+
+
+class One(AttentionBackend):
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name():
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls():
+        return OneImpl
+
+    @staticmethod
+    def get_builder_cls():
+        return OneBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*spec):
+        return [MultipleOf(16)]
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, dtype="auto"):
+        return (num_blocks, num_kv_heads, block_size, 2 * head_size)
+
+    @classmethod
+    def supports_sink(cls):
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls):
+        return True
+
+
+class Other(One):
+    @staticmethod
+    def get_name():
+        return "FLASH_ATTN"
+
+    @staticmethod
+    def get_impl_cls():
+        return OtherImpl
+
+    @staticmethod
+    def get_builder_cls():
+        return OtherBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*spec):
+        return [32, 128]
+
+    @classmethod
+    def supports_sink(cls):
+        return False
+
+    @classmethod
+    def supports_combination(cls, *args, **kwargs):
+        return "heads of 256 need blocks of 32" if kwargs.get("head_size") == 256 else None
+
+
+class TwoFirst(Other):
+    """Keys and values apart, as older FlashAttention has them."""
+
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, dtype="auto"):
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+
+class HeadsFirst(Other):
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension=False):
+        return (0, 2, 1, 3)
+
+
+class WritesItself(Other):
+    forward_includes_kv_cache_update = True
+
+
+def step(longest_query):
+    return SimpleNamespace(max_query_len=longest_query)
+
+
+@pytest.fixture
+def layer():
+    """A layer of One for decode and Other for prefill."""
+    backend = by_phase(One, Other)
+    return SimpleNamespace(impl=backend.get_impl_cls()(8, 64, 0.5, 2, sinks="s"))
+
+
+@pytest.fixture
+def builder(layer):
+    layers = {"mine": layer, "another": SimpleNamespace(impl="its own")}
+    config = SimpleNamespace(
+        model_config="the model", compilation_config=SimpleNamespace(static_forward_context=layers)
+    )
+    builder = by_phase(One, Other).get_builder_cls()("spec", ["mine"], config, "cpu")
+    assert builder.parts["decode"].vllm_config.model_config == "the model"
+    return builder
+
+
+@pytest.mark.parametrize(
+    ("longest", "phase", "part"),
+    [(0, "decode", OneBuilder), (1, "decode", OneBuilder), (2, "prefill", OtherBuilder)],
+)
+def test_a_step_is_built_by_its_phase_alone(builder, longest, phase, part):
+    assert builder.build(0, step(longest)) == PhasedMetadata(phase, (part, "build", 0, False))
+    assert builder.build(16, step(longest), fast_build=True).metadata == (part, "build", 16, True)
+    assert builder.build_for_cudagraph_capture(step(longest)).metadata == (part, "capture")
+    assert builder.build_for_drafting(step(longest), 3).metadata == (part, "draft", 3)
+
+
+def test_cascade_attention_is_the_phase_s(builder):
+    """vLLM names the arguments."""
+    for longest, wanted in ((1, False), (5, True)):
+        lengths = np.array([1, longest])
+        answer = builder.use_cascade_attention(
+            common_prefix_len=512, query_lens=lengths, num_query_heads=8
+        )
+        assert answer is wanted
+
+
+def test_the_batch_is_reordered_as_either_wants(builder):
+    assert builder.reorder_batch_threshold == 4
+
+
+def test_a_builder_sees_its_own_implementations(builder):
+    assert builder.parts["decode"].impls == {"mine": OneImpl, "another": str}
+    assert builder.parts["prefill"].impls == {"mine": OtherImpl, "another": str}
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "both"),
+    [
+        ("ALWAYS", "ALWAYS", "UNIFORM_BATCH"),
+        ("ALWAYS", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_SINGLE_TOKEN_DECODE"),
+        ("ALWAYS", "NEVER", "UNIFORM_SINGLE_TOKEN_DECODE"),
+        ("UNIFORM_SINGLE_TOKEN_DECODE", "ALWAYS", "UNIFORM_SINGLE_TOKEN_DECODE"),
+        ("NEVER", "ALWAYS", "NEVER"),
+    ],
+)
+def test_graphs_of_decode_are_decode_s(monkeypatch, decode, prefill, both):
+    monkeypatch.setattr(OneBuilder, "_cudagraph_support", AttentionCGSupport[decode])
+    monkeypatch.setattr(OtherBuilder, "_cudagraph_support", AttentionCGSupport[prefill])
+    answer = by_phase(One, Other).get_builder_cls().get_cudagraph_support(None, None)
+    assert answer is AttentionCGSupport[both]
+
+
+def test_a_layer_follows_the_step(layer):
+    decode, prefill = layer.impl.parts["decode"], layer.impl.parts["prefill"]
+    assert (type(decode), type(prefill)) == (OneImpl, OtherImpl)
+    assert decode.more == prefill.more == {"sinks": "s"}
+    arguments = (layer, "q", "k", "v", "cache")
+    for metadata in (PhasedMetadata("decode", 1), PhasedMetadata("prefill", 2), None):
+        assert layer.impl.forward(*arguments, metadata, "out", output_scale=None) == "out"
+    assert decode.calls == [("forward", 1, {"output_scale": None})]
+    assert prefill.calls == [
+        ("forward", 2, {"output_scale": None}), ("forward", None, {"output_scale": None})
+    ]  # fmt: skip
+    layer.impl.process_weights_after_loading(torch.float16)
+    assert decode.calls[-1] == prefill.calls[-1] == ("weights", torch.float16)
+
+
+def test_what_vllm_reads_of_an_implementation(layer):
+    impl = layer.impl
+    assert (impl.num_heads, impl.head_size, impl.scale, impl.num_kv_heads) == (8, 64, 0.5, 2)
+    assert impl.kv_cache_dtype == "auto"
+    assert impl.supports_quant_query_input
+    assert not impl.supports_dcp  # one does not
+
+
+@pytest.mark.parametrize(
+    ("backends", "writer"),
+    [((One, Other), "decode"), ((One, WritesItself), "decode"), ((WritesItself, One), "prefill")],
+)
+def test_the_cache_is_written_once_by_who_leaves_it_to_vllm(backends, writer):
+    backend = by_phase(*backends)
+    assert backend.forward_includes_kv_cache_update is False
+    impl = backend.get_impl_cls()(8, 64, 0.5, 2)
+    impl.do_kv_cache_update("layer", "k", "v", "cache", "slots")
+    called = {phase: [c[0] for c in part.calls] for phase, part in impl.parts.items()}
+    assert called.pop(writer) == ["write"]
+    assert list(called.values()) == [[]]
+
+
+def test_the_cache_is_written_by_forward_if_both_do():
+    backend = by_phase(WritesItself, type("Another", (WritesItself,), {}))
+    assert backend.forward_includes_kv_cache_update is True
+    assert not hasattr(backend.get_impl_cls()(8, 64, 0.5, 2), "do_kv_cache_update")
+
+
+def test_it_supports_what_both_do():
+    backend = by_phase(One, Other)
+    assert backend.get_name() == "CUSTOM"
+    assert backend.supports_sliding_window()
+    assert not backend.supports_sink()
+    assert not backend.supports_alibi_sqrt()
+    assert [size.base if isinstance(size, MultipleOf) else size
+            for size in backend.get_supported_kernel_block_sizes()] == [32, 128]  # fmt: skip
+    assert backend.get_kv_cache_shape(5, 32, 2, 64) == (5, 2, 32, 128)
+    assert backend.supports_block_size(32)
+    assert not backend.supports_block_size(16)
+    rest = dict.fromkeys(
+        ("dtype", "kv_cache_dtype", "block_size", "use_mla", "has_sink", "use_sparse",
+         "use_mm_prefix", "device_capability")
+    )  # fmt: skip
+    refusal = "heads of 256 need blocks of 32"
+    assert backend.supports_combination(head_size=256, **rest) == refusal
+    assert backend.supports_combination(head_size=64, **rest) is None
+    assert backend.full_cls_name() == (phased_attention.__name__, "DecodeOnePrefillOther")
+    assert phased_attention.DecodeOnePrefillOther is backend
+    assert by_phase(One, Other) is backend
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "both"),
+    [
+        ([MultipleOf(16)], [MultipleOf(24)], ["48n"]),
+        ([MultipleOf(16)], [64, 40], ["64"]),
+        ([16, 32], [32, 64], ["32"]),
+        ([16], [32], []),
+        ([], [MultipleOf(8)], ["8n"]),
+        ([], [], ["1n"]),
+    ],
+)
+def test_block_sizes_in_common(one, other, both):
+    for first, second in ((one, other), (other, one)):
+        found = common_block_sizes(first, second)
+        assert [f"{s.base}n" if isinstance(s, MultipleOf) else str(s) for s in found] == both
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (TwoFirst, f"its shape is ({BLOCKS_FIRST}) for decode (One) and (2, num_blocks, "
+                   "block_size, num_kv_heads, head_size) for prefill (TwoFirst)"),
+        (HeadsFirst, "its order in memory is (0, 1, 2, 3) for decode (One) and (0, 2, 1, 3)"),
+    ],
+)  # fmt: skip
+def test_layouts_must_agree(other, message):
+    assert message in disagreement(One, other)
+    with pytest.raises(ValueError, match=f"One and {other.__name__} cannot share a model: they"):
+        by_phase(One, other)
+
+
+def test_block_sizes_must_overlap(monkeypatch):
+    monkeypatch.setattr(Other, "get_supported_kernel_block_sizes", staticmethod(lambda: [8]))
+    assert disagreement(One, Other) == "they have no block size in common"
+
+
+# -- selection
+
+
+class Platform:
+    device_name = "acme"
+    vllm_has_attention = False
+
+    @staticmethod
+    def get_device_capability():
+        return None
+
+
+@pytest.fixture
+def choose(manager, monkeypatch):
+    """Register implementations; select among them for a model."""
+    for module in (attention, handover, tuning):
+        monkeypatch.setattr(module, "get_default_manager", lambda: manager)
+
+    def register(impl_id, backend):
+        kind = {"default": "flagos"}.get(impl_id.split(".")[0], impl_id.split(".")[0])
+
+        def fn(use_mla=False, use_sparse=False):
+            return f"{__name__}:{backend.__name__}"
+
+        manager.registry.register_impl(
+            OpImpl("attention_backend", impl_id, BackendImplKind(kind), fn,
+                   vendor=impl_id.split(".")[1] if kind == "vendor" else None)
+        )  # fmt: skip
+
+    def run(implementations, order, selected=None, **needs):
+        manager.registry.clear()
+        for impl_id, backend in implementations.items():
+            register(impl_id, backend)
+        set_global_policy(SelectionPolicy.from_dict(per_op_order={"attention_backend": order}))
+        config = AttentionSelectorConfig(
+            **{"head_size": 64, "dtype": torch.float16, "kv_cache_dtype": "auto",
+               "block_size": None, **needs}
+        )  # fmt: skip
+        with set_current_vllm_config(VllmConfig()):
+            return select_backend(Platform, selected, config)
+
+    return run
+
+
+APART = {"decode": ["flagos"], "prefill": ["vendor"]}
+
+
+def test_two_are_selected(choose, log):
+    path = choose({"default.flagos": One, "vendor.acme": Other}, APART)
+    assert path == "vllm_fl.integration.phased_attention.DecodeOnePrefillOther"
+    said = [record.getMessage() for record in log]
+    assert f"Attention backend for decode: {__name__}.One (default.flagos, by hand)" in said
+    assert f"Attention backend for prefill: {__name__}.Other (vendor.acme, by hand)" in said
+    assert handover.operator_versions() == {
+        "attention_backend.decode": "default.flagos",
+        "attention_backend.prefill": "vendor.acme",
+    }
+    assert tuning.chosen() == {"attention_backend": "decode:default.flagos+prefill:vendor.acme"}
+
+
+def test_two_that_are_one_are_left_as_they_are(choose):
+    order = {"decode": ["flagos"], "prefill": ["flagos"]}
+    assert choose({"default.flagos": One}, order) == f"{__name__}.One"
+
+
+def test_what_one_refuses_falls_to_the_other(choose, log):
+    """Named orders have the other one second: then all is the other's."""
+    order = {"decode": ["flagos"], "prefill": ["vendor", "flagos"]}
+    assert choose({"default.flagos": One, "vendor.acme": TwoFirst}, order) == f"{__name__}.One"
+    (warning,) = [r.getMessage() for r in log if r.levelname == "WARNING"]
+    assert warning.startswith(
+        "decode:default.flagos+prefill:vendor.acme is not used: they lay the cache out in "
+    )
+    path = choose({"default.flagos": One, "vendor.acme": Other}, order, has_sink=True)
+    assert path == f"{__name__}.One"
+
+
+def test_what_is_named_must_go_together(choose):
+    with pytest.raises(NoAttentionBackend) as refusal:
+        choose({"default.flagos": One, "vendor.acme": TwoFirst}, APART)
+    assert f"its shape is ({BLOCKS_FIRST}) for decode (One)" in str(refusal.value)
+    with pytest.raises(NoAttentionBackend, match=r"vendor.acme .*attention sinks not supported"):
+        choose({"default.flagos": One, "vendor.acme": Other}, APART, has_sink=True)
+    assert attention.is_user_s_order()
+
+
+def test_pairs_for_the_tuner(choose):
+    implementations = {
+        "default.flagos": One, "vendor.acme": Other, "vendor.odd": TwoFirst, "reference.torch": One,
+    }  # fmt: skip
+    worker = tuning.TuningMethods()
+    worker.vllm_config = VllmConfig()
+    choose(implementations, ["flagos"])
+    candidates = worker.fl_candidates()["attention_backend"]
+    assert candidates["available"] == [
+        "default.flagos", "vendor.acme", "vendor.odd", "reference.torch",
+        "decode:default.flagos+prefill:vendor.acme", "decode:vendor.acme+prefill:default.flagos",
+    ]  # fmt: skip
+    choose(implementations, {"decode": ["vendor:acme"], "prefill": ["flagos"]})
+    candidates = worker.fl_candidates()["attention_backend"]
+    assert candidates["available"][0] == "decode:vendor.acme+prefill:default.flagos"

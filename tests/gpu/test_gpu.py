@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,34 @@ def test_log_probabilities_compiled(vllm, check_bfloat16, mode, tiny_model, prom
     assert result["platform"] == CUDA_PLATFORM
     chosen = {r["op"]: r["implementation"] for r in result["operators"][0] if r["chosen"]}
     assert {chosen[op] for op in (*LAYERS, "attention_backend")} == {RUNS[token]}
+
+
+@pytest.mark.parametrize("runner", ["0", "1"])  # vLLM's older and newer model runner
+def test_attention_by_phase(vllm, tiny_model, prompts, runner):
+    """Triton decodes, in whole CUDA graphs, and FlashAttention does the rest."""
+    env = {**ENV, "VLLM_USE_V2_MODEL_RUNNER": runner}
+    by_phase = "attention_backend.decode=flagos;attention_backend.prefill=vendor"
+    sampling = {"logprobs": 0}
+    ours, theirs = (
+        vllm(tiny_model, prompts, new_tokens=32, env=given, sampling=sampling, dtype="bfloat16")
+        for given in ({**env, "VLLM_FL_PER_OP": by_phase}, env)
+    )
+    chosen = {r["op"]: r["implementation"] for r in ours["operators"][0] if r["chosen"]}
+    assert chosen["attention_backend.decode"] == "default.flagos"
+    assert chosen["attention_backend.prefill"] == "vendor.cuda"
+    for result in (ours, theirs):
+        assert re.search(r"Capturing CUDA graphs \((decode, )?FULL\)", result["log"])
+    equal = [a == b for a, b in zip(tokens(ours), tokens(theirs), strict=True)]
+    assert sum(equal) >= len(equal) // 2
+    # Up to where they part, and there, the likeliest tokens are about as likely.
+    for mine, native in zip(ours["outputs"][0], theirs["outputs"][0], strict=True):
+        steps = zip(
+            mine["tokens"], native["tokens"], mine["logprobs"], native["logprobs"], strict=True
+        )
+        for token, other, logprob, wanted in steps:
+            assert abs(logprob - wanted) < 0.25
+            if token != other:
+                break
 
 
 @pytest.mark.parametrize("parallel", [1, pytest.param(2, marks=two_gpus)])

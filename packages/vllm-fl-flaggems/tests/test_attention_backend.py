@@ -221,3 +221,16 @@ def test_a_profiling_run_and_what_forward_refuses() -> None:
     other = AttentionFLMetadata(step=case.step, block_size=32)
     with pytest.raises(ValueError, match="blocks of 16 tokens, its metadata was built for 32"):
         impl.forward(*call, other, out)
+
+
+def test_it_can_decode_where_flashattention_does_the_rest():
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    from vllm_fl.integration.phased_attention import by_phase
+
+    with set_current_vllm_config(VllmConfig()):
+        backend = by_phase(AttentionFLBackend, FlashAttentionBackend)
+    wanted = AttentionFLBackend.get_kv_cache_shape(7, BLOCK, KV_HEADS, SIZE)
+    assert backend.get_kv_cache_shape(7, BLOCK, KV_HEADS, SIZE) == wanted
+    assert backend.forward_includes_kv_cache_update is False
+    assert [size.base for size in backend.get_supported_kernel_block_sizes()] == [16]

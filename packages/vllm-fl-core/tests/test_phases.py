@@ -17,6 +17,7 @@ from vllm_fl.dispatch import (
     set_global_policy,
 )
 from vllm_fl.dispatch import config as configuration
+from vllm_fl.dispatch.config_file import json_schema
 from vllm_fl.dispatch.phases import (
     flat_orders,
     join_choice,
@@ -166,7 +167,7 @@ def test_the_command_line_explains_both(capsys, monkeypatch):
 
 
 def test_the_schema_has_phases_for_attention_alone():
-    schema = configuration.json_schema()["properties"]["op_backends"]
+    schema = json_schema()["properties"]["op_backends"]
     assert list(schema["properties"]) == [OP]
     by_phase = schema["properties"][OP]["oneOf"][-1]
     assert list(by_phase["properties"]) == ["decode", "prefill"]

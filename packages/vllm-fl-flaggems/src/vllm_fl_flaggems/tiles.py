@@ -91,6 +91,8 @@ class AttentionTile:
         block_d: channels of a head, rounded up to a power of two.
         warps: warps of a program.
         stages: tiles of keys and values that are loaded ahead, with the one in use.
+        registers: most that a thread may have, or None. With 128 two programs of eight warps run
+            on a multiprocessor, and one multiplies while the other makes its weights.
     """
 
     block_m: int
@@ -98,6 +100,7 @@ class AttentionTile:
     block_d: int
     warps: int
     stages: int
+    registers: int | None = None
 
     def tokens(self, group: int) -> int:
         """Return the query tokens of a program, of ``group`` heads to a key/value head."""
@@ -180,7 +183,7 @@ def prefill_tile(size: int, itemsize: int, rows: int) -> AttentionTile:
     if rows <= 64:
         return AttentionTile(64, 64 if block_d <= 128 else 32, block_d, 4, 3)
     if block_d <= 128:
-        return AttentionTile(128, 64, block_d, 8, 3)
+        return AttentionTile(128, 64, block_d, 8, 2, 128)
     return AttentionTile(128, 32, block_d, 8, 2)
 
 
@@ -237,8 +240,11 @@ def prefill_rivals(size: int) -> Iterator[AttentionTile]:
         for block_n in (32, 64, 128):
             for stages in (2, 3, 4):
                 memory = 2 * block_d * (block_m + (2 * stages + 1) * block_n)
-                if memory <= _SHARED and block_m * block_d // (_WARP * warps) <= 128:
+                values = block_m * block_d // (_WARP * warps)
+                if memory <= _SHARED and values <= 128:
                     yield AttentionTile(block_m, block_n, block_d, warps, stages)
+                    if values <= 64:
+                        yield AttentionTile(block_m, block_n, block_d, warps, stages, 128)
 
 
 def decode_rivals(size: int, rows: int) -> Iterator[DecodeTile]:

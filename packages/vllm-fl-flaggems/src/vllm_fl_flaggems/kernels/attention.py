@@ -24,12 +24,13 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def first_row(
-    index, start, length, HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+def locate(
+    row, index, start, length, HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
 ):
     """Return token in the request, head in the group, and validity of each row of a program.
 
     Args:
+        row: ``[BLOCK_M]``, from 0 on.
         index: number of the program's head chunk.
         start: the program's first token in the request.
         length: query tokens of the request.
@@ -37,7 +38,6 @@ def first_row(
         GROUP: query heads of a key/value head.
         BLOCK_M: rows.
     """
-    row = tl.arange(0, BLOCK_M)
     token = start + row // HEADS
     head = index * HEADS + row % HEADS
     valid = (row < BLOCK_M // HEADS * HEADS) & (token < length) & (head < GROUP)
@@ -45,14 +45,12 @@ def first_row(
 
 
 @triton.jit
-def _pages(table, start, first_key, end_key, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
+def _pages(table, start, key, BLOCK_N: tl.constexpr, PAGE: tl.constexpr):
     """Return the cache block of each key of a tile, one number where a block holds the tile."""
     if PAGE % BLOCK_N == 0:
-        page = tl.load(table + start // PAGE, mask=start < end_key, other=0)
+        page = tl.load(table + start // PAGE)
     else:
-        key = start + tl.arange(0, BLOCK_N)
-        inside = (key >= first_key) & (key < end_key)
-        page = tl.load(table + key // PAGE, mask=inside, other=0)
+        page = tl.load(table + key // PAGE)
     return page
 
 
@@ -134,7 +132,8 @@ def attend(
         table: pointer to the request's row of the block table.
         begin: a multiple of BLOCK_N.
         end: where no tile begins any more.
-        first_key, end_key: keys outside are not read.
+        first_key, end_key: keys outside are not read; ``begin`` lies below ``end_key``, or there
+            is no tile.
         position: ``[rows]`` of the queries.
         is_causal: the request's flag (CAUSAL 2 only).
         window: keys that a query sees on each side, its own included (WINDOW only).
@@ -146,16 +145,24 @@ def attend(
         CAUSAL: 0 no, 1 yes, 2 as ``is_causal`` says.
     """
     column = tl.arange(0, BLOCK_D)
+    row = tl.arange(0, BLOCK_N)
+    # Keys outside are read as the nearest inside: that needs fewer registers than a mask.
+    nearest = tl.maximum(first_key, tl.minimum(begin + row, end_key - 1))
     # The next tile's pages are read a tile ahead: its addresses are known when its loads start.
-    page = _pages(table, begin, first_key, end_key, BLOCK_N, PAGE)
+    page = _pages(table, begin, nearest, BLOCK_N, PAGE)
     for start in range(begin, end, BLOCK_N):
-        key = start + tl.arange(0, BLOCK_N)
-        offset = page.to(tl.int64) * block_stride + (key % PAGE).to(tl.int64) * token_stride
-        page = _pages(table, start + BLOCK_N, first_key, end_key, BLOCK_N, PAGE)
+        key = start + row
+        nearest = tl.maximum(first_key, tl.minimum(key, end_key - 1))
+        offset = page.to(tl.int64) * block_stride + (nearest % PAGE).to(tl.int64) * token_stride
+        ahead = tl.minimum(key + BLOCK_N, end_key - 1)
+        page = _pages(table, tl.minimum(start + BLOCK_N, end_key - 1), ahead, BLOCK_N, PAGE)
         where = offset[:, None] + column[None, :]
-        inside = ((key >= first_key) & (key < end_key))[:, None] & (column < D)[None, :]
-        k = tl.load(keys + where, mask=inside, other=0.0)
-        v = tl.load(values + where, mask=inside, other=0.0)
+        if D == BLOCK_D:
+            k = tl.load(keys + where)
+            v = tl.load(values + where)
+        else:
+            k = tl.load(keys + where, mask=(column < D)[None, :], other=0.0)
+            v = tl.load(values + where, mask=(column < D)[None, :], other=0.0)
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
         scores = biased(scores, key, position, scale, cap, slope, CAP, ALIBI)
         seen = (key < end_key)[None, :] & (key >= first_key)[None, :]

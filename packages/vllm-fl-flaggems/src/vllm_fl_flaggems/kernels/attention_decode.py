@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_fl_flaggems.kernels.attention import LOG2_E, LOWEST, attend, first_row
+from vllm_fl_flaggems.kernels.attention import LOG2_E, LOWEST, attend, locate
 from vllm_fl_flaggems.kernels.launch import launch_options, wait_for_inputs
 from vllm_fl_flaggems.tiles import DecodeTile, power_of_2
 
@@ -99,7 +99,9 @@ def _decode_kernel(
     start = first_tile + split * share
     if (count > 0) & (count <= TOKENS) & (start < length):
         stop = tl.minimum(start + share, length)
-        token, in_group, valid = first_row(chunk, 0, count, HEADS, GROUP, BLOCK_M)
+        token, in_group, valid = locate(
+            tl.arange(0, BLOCK_M), chunk, 0, count, HEADS, GROUP, BLOCK_M
+        )
         row = (begin + token).to(tl.int64)
         head = kv_head * GROUP + in_group
         column = tl.arange(0, BLOCK_D)

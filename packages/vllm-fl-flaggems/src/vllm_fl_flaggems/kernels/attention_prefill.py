@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_fl_flaggems.kernels.attention import LOG2_E, LOWEST, attend, first_row
-from vllm_fl_flaggems.kernels.attention_overlap import attend_overlapped
-from vllm_fl_flaggems.kernels.launch import launch_options, wait_for_inputs
+from vllm_fl_flaggems.kernels.attention import LOG2_E, LOWEST, attend, locate
+from vllm_fl_flaggems.kernels.attention_full import attend_full
+from vllm_fl_flaggems.kernels.launch import launch_options, register_limit, wait_for_inputs
 from vllm_fl_flaggems.tiles import AttentionTile
 
 _SEARCHED = tl.constexpr(256)  # requests that a step of the search looks at
@@ -94,12 +94,13 @@ def _prefill_kernel(
         is_causal = 1
         if CAUSAL == 2:
             is_causal = tl.load(causal + request).to(tl.int32)
-        token, head, valid = first_row(chunk, first, count, HEADS, GROUP, BLOCK_M)
-        row = (begin + token).to(tl.int64)
+        row = tl.arange(0, BLOCK_M)
+        token, head, valid = locate(row, chunk, first, count, HEADS, GROUP, BLOCK_M)
         head = kv_head * GROUP + head
         column = tl.arange(0, BLOCK_D)
         inside = valid[:, None] & (column < D)[None, :]
-        source = row * query_token_stride + head.to(tl.int64) * query_head_stride
+        source = (begin + token).to(tl.int64) * query_token_stride
+        source += head.to(tl.int64) * query_head_stride
         q = tl.load(query + source[:, None] + column[None, :], mask=inside, other=0.0)
 
         context = length - count
@@ -140,8 +141,6 @@ def _prefill_kernel(
         keys += kv_head.to(tl.int64) * head_stride
         values += kv_head.to(tl.int64) * head_stride
         table += request.to(tl.int64) * table_stride
-        # The tiles that every row sees in full come last: with a loop behind them, ptxas would let
-        # no product overlap anything (its message C7515).
         if WINDOW:
             accumulator, top, total = attend(
                 accumulator, top, total, q, keys, values, table,
@@ -155,15 +154,24 @@ def _prefill_kernel(
             position, is_causal, window, scale, cap, slope, BLOCK_STRIDE, TOKEN_STRIDE,
             D, BLOCK_D, BLOCK_N, PAGE, CAUSAL, WINDOW, CAP, ALIBI, PRECISION,
         )  # fmt: skip
-        accumulator, top, total = attend_overlapped(
+        accumulator, top, total = attend_full(
             accumulator, top, total, q, keys, values, table,
             full, after, position, scale, cap, slope, BLOCK_STRIDE, TOKEN_STRIDE,
             D, BLOCK_D, BLOCK_N, PAGE, CAP, ALIBI, PRECISION,
         )  # fmt: skip
         result = accumulator / total[:, None]
-        target = row * out_token_stride + head.to(tl.int64) * out_head_stride
+        # Where the rows go is worked out again, from numbers that are known only now: kept since
+        # the query was read, it would take the registers that the products need. No total is below
+        # zero.
+        row += (total < 0).to(tl.int32)
+        token, head, valid = locate(row, chunk, first, count, HEADS, GROUP, BLOCK_M)
+        head = kv_head * GROUP + head
+        target = (begin + token).to(tl.int64) * out_token_stride
+        target += head.to(tl.int64) * out_head_stride
         tl.store(
-            out + target[:, None] + column[None, :], result.to(out.dtype.element_ty), mask=inside
+            out + target[:, None] + column[None, :],
+            result.to(out.dtype.element_ty),
+            mask=valid[:, None] & (column < D)[None, :],
         )
 
 
@@ -252,5 +260,6 @@ def prefill(
         PRECISION="ieee" if query.element_size() == 4 else "tf32",
         num_warps=tile.warps,
         num_stages=tile.stages,
+        **register_limit(tile.registers),
         **launch_options(),
     )

@@ -34,6 +34,18 @@ def launch_options() -> dict[str, bool]:
 
 
 @functools.cache
+def register_limit(registers: int | None) -> dict[str, int]:
+    """Return the keyword arguments that let a thread have no more than so many registers.
+
+    Only Triton's backend for NVIDIA has such an option.
+    """
+    if registers is None or INTERPRETED:
+        return {}
+    target = triton.runtime.driver.active.get_current_target()
+    return {"maxnreg": registers} if target.backend == "cuda" else {}
+
+
+@functools.cache
 def shared_memory() -> int:
     """Return how many bytes of shared memory a program can have; asks the driver once a process."""
     if INTERPRETED:

@@ -1,9 +1,6 @@
-"""A walk over cached keys in which a tile's softmax runs beside the matrix product of another.
+"""A walk over tiles of cached keys of which every row sees every key: no masks.
 
-The product of a tile's weights and values starts once the next tile's scores are there, and runs
-while the next tile's weights are made: what FlashAttention 3 does within a warpgroup (Shah et al.
-2024, arXiv:2407.08608, section 3.2). Triton 3.6 to 3.9 leaves it in flight on Hopper, and waits for
-it with the scores of the tile after.
+The product of weights and values is left in flight, and ends with the scores of the next tile.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202  (a Triton function's parameters have no Python types)
@@ -47,7 +44,7 @@ def _tile(
     # What does not depend on the tile comes first, so that it is computed once.
     if PAGE % BLOCK_N == 0:
         place = cache + (row * TOKEN_STRIDE)[:, None] + column
-        place += page.to(tl.int64) * BLOCK_STRIDE + (start % PAGE).to(tl.int64) * TOKEN_STRIDE
+        place += page.to(tl.int64) * BLOCK_STRIDE + start % PAGE * TOKEN_STRIDE
     elif BLOCK_N % PAGE == 0:
         place = cache + (row % PAGE * TOKEN_STRIDE)[:, None] + column
         place += (page.to(tl.int64) * BLOCK_STRIDE)[:, None]
@@ -62,7 +59,7 @@ def _tile(
 
 
 @triton.jit
-def attend_overlapped(
+def attend_full(
     accumulator,
     top,
     total,
@@ -94,32 +91,16 @@ def attend_overlapped(
     """
     if begin < end:
         row = tl.arange(0, BLOCK_N)
-        last = end - BLOCK_N
-        value_page = _whole_pages(table, begin, BLOCK_N, PAGE)
-        k = _tile(keys, value_page, begin, BLOCK_STRIDE, TOKEN_STRIDE, D, BLOCK_D, BLOCK_N, PAGE)
         # The next tile's pages are read a tile ahead: its addresses are known when its loads start.
-        key_page = _whole_pages(table, tl.minimum(begin + BLOCK_N, last), BLOCK_N, PAGE)
-        scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
-        scores = biased(scores, begin + row, position, scale, cap, slope, CAP, ALIBI)
-        weights, top, shrink = softmax(scores, top, scale, CAP | ALIBI)
-        total = total * shrink + tl.sum(weights, axis=1)
-        # The weights go from tile to tile as fp32. In 16 bits they would need fewer registers, but
-        # PTX would change those of a product that is still in flight, which is undefined.
-        for start in range(begin + BLOCK_N, end, BLOCK_N):
-            before = start - BLOCK_N
-            k = _tile(keys, key_page, start, BLOCK_STRIDE, TOKEN_STRIDE, D, BLOCK_D, BLOCK_N, PAGE)
-            v = _tile(
-                values, value_page, before, BLOCK_STRIDE, TOKEN_STRIDE, D, BLOCK_D, BLOCK_N, PAGE
-            )
-            key_page = _whole_pages(table, tl.minimum(start + BLOCK_N, last), BLOCK_N, PAGE)
-            value_page = _whole_pages(table, start, BLOCK_N, PAGE)
+        page = _whole_pages(table, begin, BLOCK_N, PAGE)
+        for start in range(begin, end, BLOCK_N):
+            k = _tile(keys, page, start, BLOCK_STRIDE, TOKEN_STRIDE, D, BLOCK_D, BLOCK_N, PAGE)
+            v = _tile(values, page, start, BLOCK_STRIDE, TOKEN_STRIDE, D, BLOCK_D, BLOCK_N, PAGE)
+            page = _whole_pages(table, tl.minimum(start + BLOCK_N, end - BLOCK_N), BLOCK_N, PAGE)
             scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
-            accumulator = accumulator * shrink[:, None]
-            accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision=PRECISION)
             scores = biased(scores, start + row, position, scale, cap, slope, CAP, ALIBI)
             weights, top, shrink = softmax(scores, top, scale, CAP | ALIBI)
             total = total * shrink + tl.sum(weights, axis=1)
-        v = _tile(values, value_page, last, BLOCK_STRIDE, TOKEN_STRIDE, D, BLOCK_D, BLOCK_N, PAGE)
-        accumulator = accumulator * shrink[:, None]
-        accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision=PRECISION)
+            accumulator = accumulator * shrink[:, None]
+            accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision=PRECISION)
     return accumulator, top, total

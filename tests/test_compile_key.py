@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from vllm_fl import register_layers
 from vllm_fl.dispatch import (
     SelectionPolicy,
     get_default_manager,
@@ -11,6 +12,7 @@ from vllm_fl.dispatch import (
     reset_global_policy,
     set_global_policy,
 )
+from vllm_fl.dispatch.env import VARIABLES
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl
 from vllm_fl.integration.custom_ops import CUSTOM_OPS, LAYERS
 from vllm_fl.integration.layers import layer_classes
@@ -61,6 +63,20 @@ def test_other_layers(monkeypatch):
     before = key()
     monkeypatch.setenv("VLLM_FL_OOT_BLACKLIST", "rms_norm")
     assert key() != before
+
+
+def test_vllm_knows_every_variable_and_hashes_none_by_its_text(monkeypatch):
+    from vllm import envs
+
+    register_layers()
+    before = envs.compile_factors()
+    for variable in VARIABLES:
+        monkeypatch.setenv(variable.name, "anything")
+    envs.validate_environ(hard_fail=True)
+    assert envs.compile_factors() == before
+    monkeypatch.setenv("VLLM_FL_PREFERR", "vendor")
+    with pytest.raises(ValueError, match="VLLM_FL_PREFERR"):
+        envs.validate_environ(hard_fail=True)
 
 
 def test_the_switch_of_every_dispatched_layer_is_known():

@@ -54,6 +54,7 @@ def install_layers() -> None:
     """Install the dispatched layers if the platform in use is one of vllm-fl's."""
     if not check_vllm():
         return  # the platform, made first, has said so
+    _make_variables_known()
     from vllm.platforms import current_platform
 
     from vllm_fl.integration.platform import PlatformFL
@@ -65,3 +66,12 @@ def install_layers() -> None:
         from vllm_fl.integration import layers
 
         layers.install(operators)
+
+
+def _make_variables_known() -> None:
+    """Tell vLLM of our variables: it warns of each ``VLLM_*`` that its table does not have."""
+    from vllm import envs
+
+    for variable in env.VARIABLES:
+        # vLLM hashes the values into its compile-cache key, where those that matter are already.
+        envs.environment_variables.setdefault(variable.name, lambda: None)

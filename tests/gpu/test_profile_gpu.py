@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,14 @@ def test_vendor_layers():
     for op in ("rms_norm", "gated activation", "rotary_embedding", "reshape_and_cache_flash"):
         assert (op, "vLLM CUDA") in operations, op
     assert "vllm-fl-flaggems" not in shares(data)
+
+
+@pytest.mark.skipif(find_spec("flag_gems") is None, reason="flag_gems is not installed")
+def test_matrix_products_of_flag_gems():
+    data = profile("--enforce-eager", USE_FLAGGEMS="1", VLLM_FL_FLAGOS_WHITELIST="mm,addmm")
+    check_every_kernel_is_known(data)
+    everything = data["phases"]["all"]
+    ours = [row for row in everything["kernels"] if row["origin"] == "flag_gems"]
+    assert shares(data)["flag_gems"] > 0
+    assert all(row["triton"] for row in ours)
+    assert 0 < everything["triton_share"] < 1

@@ -56,6 +56,7 @@ MODULES = {
     "_stray": ["other_wheel.kernels"],
     "_two": ["acme.kernels.norm", "other_wheel.kernels"],
     "nccl_like": ["acme.kernels.softmax"],
+    "triton_per_token_quant": ["vllm.quant"],
     "triton_poi_fused_add_0": ["torch._inductor.runtime.compile_tasks.cabc"],
 }
 TABLE = {
@@ -78,6 +79,7 @@ TABLE = {
         ("_two", Kernel("_two", "acme or other_wheel", True)),
         ("nccl_like", Kernel("nccl_like", "acme", True)),
         ("nccl_kernel", Kernel("communication", "NCCL", False)),
+        ("triton_per_token_quant", Kernel("triton_per_token_quant", "vLLM Triton", True)),
         ("triton_poi_fused_add_0", Kernel("fused by Inductor", "Inductor", True)),
         ("void acme::gemm<2>(float*)", Kernel("matrix product", "acme C++", False)),
         ("void acme::add<2>(float*)", Kernel("acme::add", "acme C++", False)),

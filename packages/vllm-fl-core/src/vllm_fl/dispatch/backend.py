@@ -74,9 +74,11 @@ class Backend:
         known_failures: cases of the conformance kit (``vllm_fl.testing``) that are known to fail:
             glob over case ids -> reason.
         kernels: for ``vllm-fl profile``, which kernels the backend brings or knows: glob over the
-            names that torch.profiler shows -> (what the kernel computes, where it comes from). A
-            glob that starts with ``triton:`` is matched against the module of a Triton kernel. An
-            empty first text stands for the kernel's own name. The longest matching glob counts.
+            names that torch.profiler shows -> (what the kernel computes, where it comes from).
+            Kernels that Triton has compiled are known by the modules of their functions, not by
+            their names: a glob that starts with ``triton:`` is matched against the module, and
+            without one they come from the module's top-level package. An empty first text stands
+            for the kernel's own name. The longest matching glob counts.
         packages: distributions beside the wheel whose versions decide about speed: a tuned
             configuration is for the versions that it was measured on.
     """

@@ -73,14 +73,13 @@ def classify(
             operator such as ``aten::mm``.
         patterns: see :attr:`vllm_fl.dispatch.backend.Backend.kernels`.
         modules: kernel that Triton has compiled -> the modules of its function, several where
-            several compiled functions have that name. Where they are known a glob over names,
-            other than Inductor's, does not count.
+            several compiled functions have that name. Where they are known, globs over names do
+            not count, but for Inductor's on what Inductor has written.
     """
     by_name = _longest(name, patterns)
-    if by_name is not None and by_name[1] == INDUCTOR:
-        return Kernel(by_name[0], INDUCTOR, True)
     homes = modules.get(name, [])
-    if homes:
+    made_by_inductor = by_name is not None and by_name[1] == INDUCTOR
+    if homes and not (made_by_inductor and all(home.startswith("torch.") for home in homes)):
         known = [_longest(TRITON_MODULE + home, patterns) for home in homes]
         origins = {
             entry[1] if entry else home.partition(".")[0]
@@ -91,7 +90,7 @@ def classify(
         return Kernel(op or name, " or ".join(sorted(origins)), True)
     if by_name is not None:
         op, origin = by_name
-        return Kernel(op or short_name(name), origin, False)
+        return Kernel(op or short_name(name), origin, made_by_inductor)
     return Kernel(short_name(name), OTHER, False)
 
 

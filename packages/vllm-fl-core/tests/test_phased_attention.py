@@ -26,6 +26,7 @@ from vllm_fl.dispatch import (
     SelectionPolicy,
     set_global_policy,
 )
+from vllm_fl.dispatch import config as configuration
 from vllm_fl.integration import attention, handover, phased_attention, tuning
 from vllm_fl.integration.attention import NoAttentionBackend, select_backend
 from vllm_fl.integration.phased_attention import (
@@ -422,6 +423,30 @@ def test_what_is_named_must_go_together(choose):
     assert f"its shape is ({BLOCKS_FIRST}) for decode (One)" in str(refusal.value)
     with pytest.raises(NoAttentionBackend, match=r"vendor.acme .*attention sinks not supported"):
         choose({"default.flagos": One, "vendor.acme": Other}, APART, has_sink=True)
+    assert attention.is_user_s_order()
+
+
+def test_what_the_platform_s_defaults_name_is_no_user_s(choose, tmp_path, monkeypatch):
+    """So that vLLM may select where they refuse a model."""
+    orders = {"attention_backend.decode": ["flagos"]}
+    set_global_policy(SelectionPolicy.from_dict(per_op_order=orders))
+    assert attention.is_user_s_order()
+    package = tmp_path / "acme_fl"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "acme.yaml").write_text("op_backends: {attention_backend: {decode: [flagos]}}")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def settings():
+        return configuration.load("acme_fl:acme.yaml")
+
+    monkeypatch.setattr(attention, "current_config", settings)
+    assert not attention.is_user_s_order()
+    orders["attention_backend.prefill"] = ["vendor"]
+    set_global_policy(SelectionPolicy.from_dict(per_op_order=orders))
+    assert attention.is_user_s_order()
+    monkeypatch.setenv("VLLM_FL_PER_OP", "attention_backend.decode=flagos")
+    set_global_policy(settings().policy())
     assert attention.is_user_s_order()
 
 

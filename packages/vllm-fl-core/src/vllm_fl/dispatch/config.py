@@ -17,6 +17,8 @@ from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.dispatch.settings import BUILT_IN, BY_KEY, IN_FILES, SETTINGS, Value
 from vllm_fl.dispatch.types import YES, Decision
 
+_OF_PLATFORM = " (platform defaults)"
+
 
 @dataclass(frozen=True)
 class Config:
@@ -32,6 +34,11 @@ class Config:
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key].value
+
+    def is_user_s(self, key: str) -> bool:
+        """Whether a setting comes from a layer above the platform's defaults."""
+        source = self.values[key].source
+        return source != BUILT_IN and not source.endswith(_OF_PLATFORM)
 
     def policy(self) -> SelectionPolicy:
         """Return the policy that the values describe.
@@ -90,7 +97,7 @@ def load(defaults: str | None = None, environ: Mapping[str, str] | None = None) 
         return Config(values, tuple(sorted(overridden)))
     if defaults is not None:
         text, where = read_resource(defaults)
-        _lay(values, parse_file(text, f"{where} (platform defaults)"))
+        _lay(values, parse_file(text, f"{where}{_OF_PLATFORM}"))
     tuned_file = env.TUNED_FILE.read(environ)
     if tuned_file is not None:
         _lay(values, parse_file(read(tuned_file), f"{tuned_file} (tuned)"))

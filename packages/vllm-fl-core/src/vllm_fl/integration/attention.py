@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.ops import get_spec
-from vllm_fl.dispatch.phases import DECODE, PREFILL, join_choice
+from vllm_fl.dispatch.phases import DECODE, PREFILL, join_choice, split_name
 from vllm_fl.dispatch.policy import Ranking
-from vllm_fl.dispatch.state import get_policy
+from vllm_fl.dispatch.state import current_config, get_policy
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl, load_object
 from vllm_fl.integration.handover import adopt
 
@@ -38,9 +38,14 @@ def is_vllm_s_choice(selected: AttentionBackendEnum | None) -> bool:
 
 
 def is_user_s_order() -> bool:
-    """Whether the policy names implementations for the operator, which then must work."""
-    policy = get_policy()
-    return any(policy.get_per_op_order(OPERATOR, phase) for phase in policy.phases(OPERATOR))
+    """Whether the policy names implementations for the operator, which then must work.
+
+    What the platform's defaults name may fall back.
+    """
+    settings = current_config()
+    defaults = {} if settings.is_user_s("op_backends") else settings["op_backends"]
+    orders = get_policy().per_op_order
+    return any(split_name(name)[0] == OPERATOR and defaults.get(name) != o for name, o in orders)
 
 
 def _stands_back(impl: OpImpl, platform: Any, selected: AttentionBackendEnum | None) -> bool:
@@ -120,12 +125,26 @@ class _Selection:
                 continue
             yield _Candidate(impl, backend, str(reference).replace(":", "."))
 
-    def is_named(self, who: str, name: str) -> bool:
-        """Whether a backend of this name is what the user asked for, if for any."""
-        if self.selected is None or self.selected.name == name:
-            return True
-        self.refuse(who, f"it is {name}, and {self.selected.name} was asked for")
-        return False
+    def joined(self, parts: Mapping[str, _Candidate]) -> tuple[type[AttentionBackend], str] | None:
+        """Return the class for the candidates of the phases, and its name; None if refused."""
+        who = join_choice({phase: part.impl.impl_id for phase, part in parts.items()})
+        backends = {phase: part.backend for phase, part in parts.items()}
+        (backend, path), *others = dict.fromkeys((p.backend, p.path) for p in parts.values())
+        if others:
+            from vllm_fl.integration.phased_attention import by_phase, disagreement
+
+            problem = disagreement(backends[DECODE], backends[PREFILL])
+            if problem:
+                self.refuse(who, problem)
+                logger.warning("%s is not used: %s", who, problem)
+                return None
+            backend = by_phase(backends[DECODE], backends[PREFILL])
+            path = f"{backend.__module__}.{backend.__qualname__}"
+        name = backend.get_name()
+        if self.selected is not None and self.selected.name != name:
+            self.refuse(who, f"it is {name}, and {self.selected.name} was asked for")
+            return None
+        return backend, path
 
 
 def select_backend(
@@ -158,28 +177,16 @@ def select_backend(
     for parts in _combinations(
         {phase: selection.candidates(ranking) for phase, ranking in rankings.items()}
     ):
-        ids = {phase: part.impl.impl_id for phase, part in parts.items()}
-        taken = next(iter(parts.values()))
-        backend, path = taken.backend, taken.path
-        if len(set(ids.values())) > 1:
-            from vllm_fl.integration.phased_attention import by_phase, disagreement
-
-            decode, prefill = parts[DECODE].backend, parts[PREFILL].backend
-            problem = disagreement(decode, prefill)
-            if problem:
-                selection.refuse(join_choice(ids), problem)
-                logger.warning("%s is not used: %s", join_choice(ids), problem)
-                continue
-            backend = by_phase(decode, prefill)
-            path = f"{backend.__module__}.{backend.__qualname__}"
-        if not selection.is_named(join_choice(ids), backend.get_name()):
+        joined = selection.joined(parts)
+        if joined is None:
             continue
+        backend, path = joined
         if backend.get_name() == AttentionBackendEnum.CUSTOM.name:
             register_backend(AttentionBackendEnum.CUSTOM, path)
         for phase, part in parts.items():
             manager.note_use(part.impl, phase)
-        if backend is taken.backend:
-            logger.info("Attention backend: %s", taken.described)
+        if len({part.impl for part in parts.values()}) == 1:
+            logger.info("Attention backend: %s", next(iter(parts.values())).described)
         else:
             for phase, part in parts.items():
                 logger.info("Attention backend for %s: %s", phase, part.described)

@@ -168,7 +168,10 @@ def test_a_written_file_gives_the_same_settings_over_other_defaults(folder, tmp_
     monkeypatch.syspath_prepend(tmp_path)
     base = folder("base", prefer="vendor", op_backends={"rms_norm": ["flagos"]})
     settings = config.load(environ={"VLLM_FL_CONFIG": str(base)})
-    content = file_content(settings, {"moe_sum": ["impl:vendor.b"]}, BLOCK)
+    pair = {"decode": ["impl:vendor.a"], "prefill": ["impl:vendor.b"]}
+    orders = {f"attention_backend.{phase}": order for phase, order in pair.items()}
+    content = file_content(settings, {"moe_sum": ["impl:vendor.b"], **orders}, BLOCK)
+    assert content["op_backends"]["attention_backend"] == pair
     path = tmp_path / "out" / "tuned.yaml"
     write(path, content)
     for environ in ({"VLLM_FL_CONFIG": str(path)}, {"VLLM_FL_TUNED_FILE": str(path)}):
@@ -176,6 +179,8 @@ def test_a_written_file_gives_the_same_settings_over_other_defaults(folder, tmp_
         assert loaded.policy().per_op_order_dict == {
             "rms_norm": ("flagos",),
             "moe_sum": ("impl:vendor.b",),
+            "attention_backend.decode": ("impl:vendor.a",),
+            "attention_backend.prefill": ("impl:vendor.b",),
         }
         assert loaded["prefer"] == "vendor"
         assert loaded.oot_decision("rms_norm")

@@ -34,7 +34,8 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import ( 
 from vllm_fl.dispatch import env, state  # noqa: E402
 from vllm_fl.dispatch.default import get_default_manager  # noqa: E402
 from vllm_fl.integration import layers, moe  # noqa: E402
-from vllm_fl.integration.adapters import adapter, adapter_name  # noqa: E402
+from vllm_fl.integration.adapters import ADAPTERS, adapter  # noqa: E402
+from vllm_fl.integration.versions import adapter_module  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -235,4 +236,4 @@ def test_both_routing_operators_replace_the_same_runner():
     [("0.26.0", "v0_26"), ("0.27.1", "v0_26"), ("0.28.0", "v0_28"), ("0.33.0", "v0_28")],
 )
 def test_an_adapter_serves_the_versions_up_to_the_next(version, name):
-    assert adapter_name(Version(version)) == name
+    assert adapter_module(ADAPTERS, Version(version)) == name

@@ -38,7 +38,10 @@ def searcher(url, name, seconds=0.2):
 
 
 def finish(process):
-    _, errors = process.communicate(timeout=120)
+    try:
+        _, errors = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 0, errors.decode()
 
 

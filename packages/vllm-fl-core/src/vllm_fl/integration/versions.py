@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from packaging.version import InvalidVersion, Version
 
+from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.types import YES, Decision
 
 OLDEST = Version("0.26")
@@ -20,6 +22,24 @@ def vllm_version() -> Version:
         PackageNotFoundError: vLLM is not installed.
     """
     return Version(version("vllm"))
+
+
+def adapter_module(adapters: Mapping[str, str], version: Version) -> str:
+    """Return which of several modules, one a range of vLLM versions, serves a version.
+
+    Args:
+        adapters: first version that a module serves -> module, the oldest first. It serves all
+            versions up to the next entry.
+        version: of vLLM.
+
+    Raises:
+        VllmFLError: the version is older than every entry.
+    """
+    release = Version(version.base_version)
+    served = [module for first, module in adapters.items() if Version(first) <= release]
+    if not served:
+        raise VllmFLError(f"vLLM {version} is not supported: {next(iter(adapters))} is the oldest.")
+    return served[-1]
 
 
 def check_vllm() -> Decision:

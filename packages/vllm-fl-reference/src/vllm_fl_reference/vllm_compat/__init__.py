@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
-from importlib.metadata import version
 from typing import Protocol, cast
 
-from packaging.version import Version
+from vllm_fl.integration.ledger import Patch
+from vllm_fl.integration.versions import adapter_module, vllm_version
 
-from vllm_fl_reference.vllm_compat.ledger import Patch
-
-_ADAPTERS = {"0.26": "v0_26", "0.28": "v0_28", "0.33": "v0_33"}
-"""First vLLM version that an adapter serves; it serves all versions up to the next entry."""
+ADAPTERS = {"0.26": "v0_26", "0.28": "v0_28", "0.33": "v0_33"}
+"""First vLLM version that a module serves -> the module."""
 
 
 class Adapter(Protocol):
@@ -38,23 +36,8 @@ class Adapter(Protocol):
         """See above."""
 
 
-def adapter_name(vllm_version: str) -> str:
-    """Returns the name of the adapter module that serves ``vllm_version``.
-
-    Raises:
-        RuntimeError: If the version is older than every supported one.
-    """
-    release = Version(Version(vllm_version).base_version)
-    served = [name for first, name in _ADAPTERS.items() if Version(first) <= release]
-    if not served:
-        oldest = next(iter(_ADAPTERS))
-        message = f"vLLM {vllm_version} is not supported: version {oldest} or newer is needed."
-        raise RuntimeError(message)
-    return served[-1]
-
-
 @cache
 def adapter() -> Adapter:
     """Returns the adapter module for the installed vLLM."""
-    name = adapter_name(version("vllm"))
+    name = adapter_module(ADAPTERS, vllm_version())
     return cast(Adapter, importlib.import_module(f"{__name__}.{name}"))

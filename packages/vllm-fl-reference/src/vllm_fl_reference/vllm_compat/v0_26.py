@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 
-from vllm_fl_reference.vllm_compat.common import (
-    SAMPLER_WITHOUT_TRITON,
-    SLOT_MAPPING,
-    affinity_cpus,
-)
+from vllm_fl.integration.ledger import SAMPLER_WITHOUT_TRITON
+from vllm_fl_reference.vllm_compat.common import PYTORCH_SLOT_MAPPING, affinity_cpus
 
-PATCHES = (SLOT_MAPPING, SAMPLER_WITHOUT_TRITON)
+PATCHES = (PYTORCH_SLOT_MAPPING, SAMPLER_WITHOUT_TRITON)
 
 available_cpus = affinity_cpus
 

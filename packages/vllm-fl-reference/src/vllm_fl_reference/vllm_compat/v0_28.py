@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from vllm.utils.torch_utils import available_cpu_count as available_cpus
 
-from vllm_fl_reference.vllm_compat.common import SAMPLER_WITHOUT_TRITON, SLOT_MAPPING
+from vllm_fl.integration.ledger import SAMPLER_WITHOUT_TRITON
+from vllm_fl_reference.vllm_compat.common import PYTORCH_SLOT_MAPPING
 
 __all__ = ["PATCHES", "available_cpus", "bind_kernels", "set_worker_threads"]
 
-PATCHES = (SLOT_MAPPING, SAMPLER_WITHOUT_TRITON)
+PATCHES = (PYTORCH_SLOT_MAPPING, SAMPLER_WITHOUT_TRITON)
 
 
 def bind_kernels() -> None:

@@ -9,8 +9,8 @@ import torch
 from vllm.triton_utils.dispatcher import register_kernels
 from vllm.utils.torch_utils import available_cpu_count as available_cpus
 
+from vllm_fl.integration.ledger import SAMPLER_WITHOUT_TRITON
 from vllm_fl_reference.kernels import compute_slot_mapping
-from vllm_fl_reference.vllm_compat.common import SAMPLER_WITHOUT_TRITON
 
 __all__ = ["PATCHES", "available_cpus", "bind_kernels", "set_worker_threads"]
 

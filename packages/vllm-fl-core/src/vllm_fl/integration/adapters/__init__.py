@@ -13,12 +13,10 @@ import importlib
 from functools import cache
 from typing import Any, Protocol, cast
 
-from packaging.version import Version
+from vllm_fl.integration.versions import adapter_module, vllm_version
 
-from vllm_fl.integration.versions import vllm_version
-
-_ADAPTERS = {"0.26": "v0_26", "0.28": "v0_28"}
-"""First vLLM version that an adapter serves; it serves all versions up to the next entry."""
+ADAPTERS = {"0.26": "v0_26", "0.28": "v0_28"}
+"""First vLLM version that a module serves -> the module."""
 
 
 class Adapter(Protocol):
@@ -30,14 +28,8 @@ class Adapter(Protocol):
         """See above."""
 
 
-def adapter_name(version: Version) -> str:
-    """Return the name of the module that serves a supported vLLM version."""
-    return [name for first, name in _ADAPTERS.items() if Version(first).release <= version.release][
-        -1
-    ]
-
-
 @cache
 def adapter() -> Adapter:
     """Return the adapter module for the installed vLLM."""
-    return cast(Adapter, importlib.import_module(f"{__name__}.{adapter_name(vllm_version())}"))
+    name = adapter_module(ADAPTERS, vllm_version())
+    return cast(Adapter, importlib.import_module(f"{__name__}.{name}"))

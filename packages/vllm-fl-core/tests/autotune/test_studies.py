@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import optuna
@@ -65,6 +67,24 @@ def test_two_processes_share_a_study(url, storage):
     study = study_in(storage)
     check(study)
     assert {trial.user_attrs["by"] for trial in ranked(study)} == {"one", "two"}
+
+
+@pytest.mark.filterwarnings("ignore:Heartbeat of storage")
+def test_a_waiting_trial_is_taken_once(url, storage):
+    study = open_study("autotune planted", storage, make_sampler(0), resume=True)
+    for number in range(32):
+        study.enqueue_trial({"x": number})
+    together = threading.Barrier(4)
+
+    def take(_):
+        with open_storage(url) as own:
+            mine = study_in(own)
+            together.wait()
+            return [mine.ask().number for _ in range(8)]
+
+    with ThreadPoolExecutor(4) as pool:
+        taken = [number for numbers in pool.map(take, range(4)) for number in numbers]
+    assert sorted(taken) == list(range(32))
 
 
 def test_a_killed_process_loses_one_trial_which_is_repeated(url, storage):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
+import sqlalchemy
 import sqlalchemy.exc
 from optuna.trial import TrialState
 
@@ -78,13 +79,34 @@ def _make_storage(url: str) -> optuna.storages.RDBStorage:
     if url.startswith("sqlite"):
         options = {"connect_args": {"timeout": 60}}  # others write, too
     with experimental():
-        return optuna.storages.RDBStorage(
+        storage = optuna.storages.RDBStorage(
             url,
             engine_kwargs=options,
             heartbeat_interval=HEARTBEAT_SECONDS,
             grace_period=STALE_SECONDS,
             heartbeat_stale_trial_callback=_retry(),
         )
+    if storage.engine.dialect.name == "sqlite":
+        _lock_whole_transactions(storage.engine)
+    return storage
+
+
+def _lock_whole_transactions(engine: sqlalchemy.Engine) -> None:
+    """Let a transaction lock the file when it begins, not when it first writes.
+
+    Optuna looks whether a trial waits and then takes it. For other databases it locks the row; in
+    SQLite two processes would take the same one.
+    """
+
+    def connected(connection: Any, record: object) -> None:
+        connection.isolation_level = None  # the driver begins no transactions of its own
+
+    def begun(connection: sqlalchemy.Connection) -> None:
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    engine.dispose()  # connections from before
+    sqlalchemy.event.listen(engine, "connect", connected)
+    sqlalchemy.event.listen(engine, "begin", begun)
 
 
 def study_name(content: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from vllm_fl.dispatch import (
     BackendImplKind,
@@ -26,6 +27,8 @@ from vllm_fl.dispatch import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside the tests
+settings.register_profile("core", deadline=None, derandomize=True)
+settings.load_profile("core")
 
 
 @pytest.fixture(autouse=True)

@@ -17,14 +17,8 @@ if TYPE_CHECKING:
 
 logger = get_logger("vllm_fl.integration")
 
-CUSTOM_OPS = {
-    "silu_and_mul": "silu_and_mul",
-    "gelu_and_mul": "gelu_and_mul",
-    "rms_norm": "rms_norm",
-    "gemma_rms_norm": "gemma_rms_norm",
-    "rotary_embedding": "rotary_embedding",
-}
-"""Operator -> what vLLM's ``custom_ops`` calls its layers, for those that vLLM switches off."""
+CUSTOM_OPS = ("silu_and_mul", "gelu_and_mul", "rms_norm", "gemma_rms_norm", "rotary_embedding")
+"""Operators whose layers vLLM switches off; its ``custom_ops`` has the same names for them."""
 
 LAYERS = (*CUSTOM_OPS, "fused_experts", "topk_softmax", "grouped_topk")
 """Every operator that a dispatched layer calls."""
@@ -61,7 +55,7 @@ def enable(vllm_config: VllmConfig) -> None:
     if "none" not in switches:
         return
     config = current_config()
-    for op_name, name in CUSTOM_OPS.items():
-        asked = f"+{name}" in switches or f"-{name}" in switches
+    for op_name in CUSTOM_OPS:
+        asked = f"+{op_name}" in switches or f"-{op_name}" in switches
         if not asked and config.oot_decision(op_name):
-            switches.append(f"+{name}")
+            switches.append(f"+{op_name}")

@@ -212,4 +212,4 @@ def install(operators: Iterable[str]) -> None:
                 continue
             CustomOp.register_oot(layer, name=name)
             if op_name in CUSTOM_OPS:  # vLLM has put the class's name, custom_ops say this one
-                layer.name = CUSTOM_OPS[op_name]
+                layer.name = op_name

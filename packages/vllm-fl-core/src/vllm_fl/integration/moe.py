@@ -8,7 +8,7 @@ balancing, all-reduce, data and expert parallelism. So are routers that no opera
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from vllm.config import get_current_vllm_config
@@ -112,16 +112,35 @@ def _check_layer(moe: FusedMoEConfig) -> None:
             )
 
 
-class FusedTopKRouterFL(FusedTopKRouter):
-    """vLLM's ``FusedTopKRouter`` through ``topk_softmax``; other scoring functions are vLLM's own.
+class DispatchedRouter:
+    """Mixin that takes over a router's settings and binds the operator that does its work.
+
+    Attributes:
+        operator: the operator.
 
     Args:
-        router: the router that vLLM made, whose settings this one takes over.
+        router: the router that vLLM made.
     """
 
-    def __init__(self, router: FusedTopKRouter) -> None:
+    operator: ClassVar[str]
+
+    def __init__(self, router: BaseRouter) -> None:
         self.__dict__.update(vars(router))
-        self._op = bind("topk_softmax")
+        self._op = bind(self.operator)
+
+    @staticmethod
+    def serves(router: Any) -> bool:
+        """Whether the operator computes what a router does."""
+        return True
+
+
+class FusedTopKRouterFL(DispatchedRouter, FusedTopKRouter):  # type: ignore[misc]
+    """vLLM's ``FusedTopKRouter`` through ``topk_softmax``.
+
+    Other scoring functions are vLLM's own.
+    """
+
+    operator = "topk_softmax"
 
     def _compute_routing(
         self,
@@ -152,18 +171,14 @@ class FusedTopKRouterFL(FusedTopKRouter):
         return _without_padding(weights, ids)
 
 
-class GroupedTopKRouterFL(GroupedTopKRouter):
-    """vLLM's ``GroupedTopKRouter`` through ``grouped_topk``; groups that do not fit are vLLM's own.
+class GroupedTopKRouterFL(DispatchedRouter, GroupedTopKRouter):  # type: ignore[misc]
+    """vLLM's ``GroupedTopKRouter`` through ``grouped_topk``.
 
-    Args:
-        router: the router that vLLM made, whose settings this one takes over.
+    Groups that do not fit are vLLM's own.
     """
 
-    def __init__(self, router: GroupedTopKRouter) -> None:
-        self.__dict__.update(vars(router))
-        self._op = bind("grouped_topk")
-        # Only newer versions of vLLM let a model ask for this.
-        self._skip_padding = getattr(router, "skip_padding", False)
+    operator = "grouped_topk"
+    skip_padding = False  # only newer versions of vLLM let a model ask for it
 
     def _compute_routing(
         self,
@@ -181,23 +196,17 @@ class GroupedTopKRouterFL(GroupedTopKRouter):
             )
             return routing
         weights, ids = _grouped(self._op, self, router_logits, groups, self.topk_group)
-        return _without_padding(weights, ids) if self._skip_padding else (weights, ids)
+        return _without_padding(weights, ids) if self.skip_padding else (weights, ids)
 
 
-class FusedTopKBiasRouterFL(FusedTopKBiasRouter):
-    """vLLM's ``FusedTopKBiasRouter`` through ``grouped_topk``, all experts being one group.
+class FusedTopKBiasRouterFL(DispatchedRouter, FusedTopKBiasRouter):  # type: ignore[misc]
+    """vLLM's ``FusedTopKBiasRouter`` through ``grouped_topk``, all experts being one group."""
 
-    Args:
-        router: the router that vLLM made, whose settings this one takes over.
-    """
-
-    def __init__(self, router: FusedTopKBiasRouter) -> None:
-        self.__dict__.update(vars(router))
-        self._op = bind("grouped_topk")
+    operator = "grouped_topk"
 
     @staticmethod
     def serves(router: Any) -> bool:
-        """Whether the operator computes what the router does."""
+        """Whether the operator computes what a router does."""
         return (
             router.scoring_func in ("softmax", "sigmoid")
             and router.e_score_correction_bias is not None
@@ -255,12 +264,12 @@ def _without_padding(weights: torch.Tensor, ids: torch.Tensor) -> Routing:
     return weights.masked_fill(rows, 0), ids.masked_fill(rows, -1)
 
 
-ROUTERS: dict[type[BaseRouter], tuple[str, type[Any]]] = {
-    FusedTopKRouter: ("topk_softmax", FusedTopKRouterFL),
-    GroupedTopKRouter: ("grouped_topk", GroupedTopKRouterFL),
-    FusedTopKBiasRouter: ("grouped_topk", FusedTopKBiasRouterFL),
+ROUTERS: dict[type[BaseRouter], type[DispatchedRouter]] = {
+    FusedTopKRouter: FusedTopKRouterFL,
+    GroupedTopKRouter: GroupedTopKRouterFL,
+    FusedTopKBiasRouter: FusedTopKBiasRouterFL,
 }
-"""vLLM's router -> the operator that does its work and the router that calls it."""
+"""vLLM's router -> the one that does its work through an operator."""
 
 
 def dispatched(router: Any) -> Any:
@@ -269,13 +278,10 @@ def dispatched(router: Any) -> Any:
     A router of a subclass computes something else and stays as it is, as does one whose operator
     the configuration leaves to vLLM, or with settings that the operator does not have.
     """
-    entry = ROUTERS.get(type(router))
-    if entry is None or not current_config().oot_decision(entry[0]):
+    replacement = ROUTERS.get(type(router))
+    if replacement is None or not current_config().oot_decision(replacement.operator):
         return router
-    replacement = entry[1]
-    if replacement is FusedTopKBiasRouterFL and not replacement.serves(router):
-        return router
-    return replacement(router)
+    return replacement(router) if replacement.serves(router) else router
 
 
 class MoERunnerFL(MoERunner):
@@ -295,5 +301,5 @@ def layer_classes() -> dict[str, dict[str, type[Any]]]:
     runner = {MoERunner.__name__: MoERunnerFL}
     return {
         "fused_experts": {"UnquantizedFusedMoEMethod": UnquantizedFusedMoEMethodFL},
-        **{op_name: runner for op_name, _ in ROUTERS.values()},
+        **{router.operator: runner for router in ROUTERS.values()},
     }

@@ -16,6 +16,8 @@ from vllm_fl.integration.tuning import TuningMethods
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_fl.profiling.recorder import Recorder
+
 logger = get_logger("vllm_fl.integration")
 
 
@@ -76,10 +78,6 @@ class _WorkerHooks:
         for size in warmup_sizes(worker.vllm_config):
             worker.model_runner._dummy_run(size, skip_eplb=True)
         return result
-
-
-if TYPE_CHECKING:
-    from vllm_fl.profiling.recorder import Recorder
 
 
 class WorkerExtensionFL(TuningMethods):

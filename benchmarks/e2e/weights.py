@@ -4,19 +4,21 @@ vLLM's own random weights are of the order of 1e-3, norms included, and equal in
 that all tokens are as likely as each other and bf16 has ties among them. Here matrices are normal
 with the deviation that transformers initialises Qwen3 with, and norms are ones.
 
-vLLM's workers import this module for :class:`Extension`, and with it they know the load format.
+The load format is registered when a worker is made: a process that only looks at
+:class:`Extension`, as vllm-fl's does before vLLM forks its engine, imports nothing more of vLLM.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.config import ModelConfig
-from vllm.model_executor.model_loader import register_model_loader
-from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 from vllm.platforms import current_platform
 
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+
+LOAD_FORMAT = "random_normal"
 DEVIATION = 0.02
 
 _Base: Any = object
@@ -27,19 +29,32 @@ if type(current_platform).__module__.startswith("vllm_fl"):
 
 
 class Extension(_Base):
-    """vLLM's worker with nothing added but this module's load format."""
+    """vLLM's worker with nothing added but the load format."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Register the load format, then make the worker; its own ``__init__`` follows."""
+        register()
+        return super().__new__(cls)
 
 
-@register_model_loader("random_normal")
-class RandomLoader(DummyModelLoader):
-    """Fills a model; a parameter's values depend on its place, shape and type alone."""
+def register() -> None:
+    """Make the load format known to vLLM."""
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
-    @torch.no_grad()
-    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
-        """Fill the parameters in place."""
-        for number, parameter in enumerate(model.parameters()):
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                generator = torch.Generator(device=parameter.device).manual_seed(number)
-                parameter.normal_(0.0, DEVIATION, generator=generator)
+    class RandomLoader(DummyModelLoader):
+        def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+            fill(model)
+
+    register_model_loader(LOAD_FORMAT)(RandomLoader)
+
+
+@torch.no_grad()
+def fill(model: torch.nn.Module) -> None:
+    """Fill a model in place; a parameter's values depend on its place, shape and type alone."""
+    for number, parameter in enumerate(model.parameters()):
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            generator = torch.Generator(device=parameter.device).manual_seed(number)
+            parameter.normal_(0.0, DEVIATION, generator=generator)

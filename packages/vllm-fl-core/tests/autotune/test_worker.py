@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -100,6 +102,18 @@ def test_graphs_of_the_last_policies_are_kept():
     assert not runner.use(cache, "a")
     assert runner.use(cache, "c")
     assert runner.captures == 4
+
+
+def test_pieces_between_breaks_are_captured_anew_too():
+    runner = Runner()
+    runner.capture_model()
+    runner.breakable_cg_runner = SimpleNamespace(entries={8: "default"})
+    cache = GraphCache(runner, "default")
+    assert runner.use(cache, "a")
+    assert runner.breakable_cg_runner.entries == {}
+    runner.in_force = ""
+    assert not cache.switch("default")
+    assert runner.breakable_cg_runner.entries == {8: "default"}
 
 
 def test_an_engine_without_graphs_captures_none():

@@ -41,12 +41,15 @@ def stores(runner: Any) -> Graphs:
     """Return the dictionaries in which vLLM's model runner and its wrappers keep their graphs."""
     manager = getattr(runner, "cudagraph_manager", None)  # model runner V2
     if manager is not None:
-        return [manager.graphs]
+        pieces = getattr(manager, "breakable_cg_runner", None)
+        return [manager.graphs, *([] if pieces is None else [pieces.entries])]
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
-    instances = [*CUDAGraphWrapper._all_instances, *BreakableCUDAGraphWrapper._all_instances]
-    return [wrapper.concrete_cudagraph_entries for wrapper in instances]
+    return [
+        *(wrapper.concrete_cudagraph_entries for wrapper in CUDAGraphWrapper._all_instances),
+        *(wrapper.entries for wrapper in BreakableCUDAGraphWrapper._all_instances),
+    ]
 
 
 class GraphCache:

@@ -187,6 +187,15 @@ def test_a_run_goes_on_from_the_file(bench):
     assert "start broken" in FakeEngine.log
 
 
+def test_restarts_are_warm_on_another_machine_too(bench):
+    bench("native", "fast", rounds=1).run()
+    FakeEngine.log.clear()
+    again = bench("native", "fast", rounds=1, restarts=1)
+    again.run()
+    assert FakeEngine.log == ["start native", "stop native"] * 2 + ["start fast", "stop fast"] * 2
+    assert len(again.results.models["model"]["fast"].restart_seconds) == 1
+
+
 def test_a_run_ends_within_its_time(bench):
     with pytest.raises(measuring.OutOfTime):
         bench("native", "fast", seconds=10).run()

@@ -212,7 +212,8 @@ def decode_tile(size: int, itemsize: int, rows: int, programs: int, longest: int
         block_n, stages, wanted = 64, 2, -(-15 * _BUSY // (2 * programs))
     block_n = max(16, min(block_n, 16384 // (block_d * itemsize)))
     splits = max(1, min(wanted, _MOST_SPLITS, longest // _LEAST_KEYS))
-    return DecodeTile(block_m, block_n, block_d, 4, 1 if itemsize == 4 else stages, splits)
+    stages = 1 if itemsize == 4 else stages
+    return DecodeTile(block_m, block_n, block_d, 4, stages, splits=splits)
 
 
 def activation_rivals(d: int) -> Iterator[ActivationTile]:
@@ -256,7 +257,9 @@ def decode_rivals(size: int, rows: int) -> Iterator[DecodeTile]:
             for stages in (2, 3, 4):
                 if 2 * block_d * 2 * stages * block_n <= _SHARED // 2:
                     for splits in (1, 2, 3, 4, 8, 16, 32, 64):
-                        yield DecodeTile(block_m, block_n, block_d, warps, stages, splits)
+                        yield DecodeTile(
+                            block_m, block_n, block_d, warps, stages, splits=splits
+                        )
 
 
 def norm_rivals(n: int) -> Iterator[NormTile]:

@@ -2,7 +2,7 @@
 
 One program a block of query rows and key/value head. Which request a block belongs to is found on
 the device, so that the grid depends on the number of tokens and requests alone and may be captured
-in a CUDA graph. Blocks with the most keys start first.
+in a CUDA graph. Blocks with the most keys start first, of all heads, so that all end together.
 """
 
 # ruff: noqa: ANN001, ANN202  (a Triton function's parameters have no Python types)
@@ -63,6 +63,7 @@ def _prefill_kernel(
     table_stride,
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -81,9 +82,10 @@ def _prefill_kernel(
     wait_for_inputs(OVERLAP)
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     CHUNKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    block = blocks - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1) // CHUNKS
-    chunk = tl.program_id(1) % CHUNKS
+    program = tl.program_id(0)
+    block = blocks - 1 - program // (KV_HEADS * CHUNKS)
+    kv_head = program // CHUNKS % KV_HEADS
+    chunk = program % CHUNKS
     request = _request_of(block, query_start, requests, TOKENS)
     known = request < requests
     begin = tl.load(query_start + request, mask=known, other=0)
@@ -220,7 +222,7 @@ def prefill(
     of_a_token = min(group, tile.block_m)
     blocks = tokens // (tile.block_m // of_a_token) + requests
     by_request = isinstance(causal, Tensor)
-    _prefill_kernel[(blocks, kv_heads * -(-group // of_a_token))](
+    _prefill_kernel[(blocks * kv_heads * -(-group // of_a_token),)](
         out,
         query,
         keys,
@@ -245,6 +247,7 @@ def prefill(
         table.stride(0),
         BLOCK_STRIDE=keys.stride(0),
         TOKEN_STRIDE=keys.stride(1),
+        KV_HEADS=kv_heads,
         GROUP=group,
         HEADS=of_a_token,
         D=size,

@@ -296,7 +296,8 @@ def prefill_launch(
     out, step = torch.empty_like(query), batch.step
     prefill(
         out, query, keys, values, step.table, step.query_start, step.lengths, scale=SCALE,
-        shorter=0, causal=True, window=None, cap=None, sinks=None, slopes=None, tile=tile,
+        shorter=0, most=batch.most, causal=True, window=None, cap=None, sinks=None, slopes=None,
+        tile=tile,
     )  # fmt: skip
     return out
 

@@ -97,6 +97,12 @@ def test_what_models_add(requests: list[tuple[int, int]], layer: Mathematics) ->
     check(paged.make(requests, window=layer.window), layer)
 
 
+@pytest.mark.parametrize("cached", [1, 1 << 40])
+def test_heads_in_turns_and_side_by_side(monkeypatch: pytest.MonkeyPatch, cached: int) -> None:
+    monkeypatch.setattr(tiles, "_CACHED", cached)
+    check(paged.make([(33, 40), (0, 50), (90, 1)], (6, 3)), Mathematics(SCALE))
+
+
 @pytest.mark.parametrize("window", [None, 9])
 def test_each_request_has_its_own_causality(window: int | None) -> None:
     requests = [(37, 1), (0, 40), (3, 20), (9, 1)]

@@ -115,3 +115,17 @@ def test_the_choice_is_among_its_rivals(width: int) -> None:
             assert dataclasses.replace(tile, splits=1) in shapes
         for heads in (40, 2560, 327680):
             assert tiles.rotary_tile(heads, width) in list(tiles.rotary_rivals(width))
+
+
+def test_heads_side_by_side_share_the_cache() -> None:
+    megabyte = 1 << 20
+    assert [tiles.heads_together(8, n * megabyte) for n in (1, 2, 4, 8, 16, 64)] == [
+        8,
+        8,
+        4,
+        2,
+        1,
+        1,
+    ]
+    assert tiles.heads_together(6, 4 * megabyte) == 3
+    assert tiles.heads_together(1, 1) == 1

@@ -17,6 +17,7 @@ MAX_ROW = 32768
 _WARP = 32
 _VECTOR = 8  # 16-bit elements in the 16 bytes that a thread moves at once
 _BUSY = 132  # programs that occupy every multiprocessor of an H200 once
+_CACHED = 16 << 20  # bytes of keys and values that stay in the L2 cache of a large GPU
 _SHARED = 227 * 1024  # bytes of shared memory that a program can have on an H200
 _MOST_SPLITS = 64  # parts of a request; more cost more to join than they hide
 _LEAST_KEYS = 128  # keys of a part, if the request is as long as it can be
@@ -187,6 +188,17 @@ def prefill_tile(size: int, itemsize: int, rows: int) -> AttentionTile:
     return AttentionTile(128, 32, block_d, 8, 2)
 
 
+def heads_together(kv_heads: int, read: int) -> int:
+    """Return how many key/value heads to prefill side by side: a divisor of ``kv_heads``.
+
+    Args:
+        kv_heads: how many there are.
+        read: bytes of keys and values of a head that are read at the same time, about.
+    """
+    most = max(1, _CACHED // read)
+    return max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= most)
+
+
 @functools.cache
 def decode_tile(size: int, itemsize: int, rows: int, programs: int, longest: int) -> DecodeTile:
     """Choose the tile for few query tokens of heads of ``size`` channels of ``itemsize`` bytes.
@@ -257,9 +269,7 @@ def decode_rivals(size: int, rows: int) -> Iterator[DecodeTile]:
             for stages in (2, 3, 4):
                 if 2 * block_d * 2 * stages * block_n <= _SHARED // 2:
                     for splits in (1, 2, 3, 4, 8, 16, 32, 64):
-                        yield DecodeTile(
-                            block_m, block_n, block_d, warps, stages, splits=splits
-                        )
+                        yield DecodeTile(block_m, block_n, block_d, warps, stages, splits=splits)
 
 
 def norm_rivals(n: int) -> Iterator[NormTile]:

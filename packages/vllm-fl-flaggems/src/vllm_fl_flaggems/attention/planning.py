@@ -100,7 +100,7 @@ def attend(
     if most > short:
         prefill(
             out, query[: step.tokens], keys, values, step.table, step.query_start, step.lengths,
-            shorter=short if fewest <= short else 0,
+            shorter=short if fewest <= short else 0, most=most,
             scale=layer.scale, causal=step.causal, window=layer.window, cap=layer.cap,
             sinks=layer.sinks, slopes=layer.slopes,
             tile=prefill_tile(size, itemsize, min(most, step.tokens) * group),

@@ -2,7 +2,8 @@
 
 One program a block of query rows and key/value head. Which request a block belongs to is found on
 the device, so that the grid depends on the number of tokens and requests alone and may be captured
-in a CUDA graph. Blocks with the most keys start first, of all heads, so that all end together.
+in a CUDA graph. Blocks with the most keys start first, of as many heads as the L2 cache holds keys
+and values of, so that all end together.
 """
 
 # ruff: noqa: ANN001, ANN202  (a Triton function's parameters have no Python types)
@@ -17,7 +18,7 @@ from torch import Tensor
 from vllm_fl_flaggems.kernels.attention import LOG2_E, LOWEST, attend, locate
 from vllm_fl_flaggems.kernels.attention_full import attend_full
 from vllm_fl_flaggems.kernels.launch import launch_options, register_limit, wait_for_inputs
-from vllm_fl_flaggems.tiles import AttentionTile
+from vllm_fl_flaggems.tiles import AttentionTile, heads_together
 
 _SEARCHED = tl.constexpr(256)  # requests that a step of the search looks at
 
@@ -37,7 +38,7 @@ def _request_of(block, query_start, requests, TOKENS: tl.constexpr):
     return request
 
 
-@triton.jit(do_not_specialize=["blocks", "requests", "shorter", "window"])
+@triton.jit(do_not_specialize=["blocks", "requests", "together", "shorter", "window"])
 def _prefill_kernel(
     out,
     query,
@@ -51,6 +52,7 @@ def _prefill_kernel(
     causal,
     blocks,
     requests,
+    together,
     shorter,
     window,
     scale,
@@ -63,7 +65,6 @@ def _prefill_kernel(
     table_stride,
     BLOCK_STRIDE: tl.constexpr,
     TOKEN_STRIDE: tl.constexpr,
-    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     D: tl.constexpr,
@@ -83,8 +84,10 @@ def _prefill_kernel(
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     CHUNKS: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     program = tl.program_id(0)
-    block = blocks - 1 - program // (KV_HEADS * CHUNKS)
-    kv_head = program // CHUNKS % KV_HEADS
+    turn = program // (blocks * together * CHUNKS)
+    program -= turn * (blocks * together * CHUNKS)
+    block = blocks - 1 - program // (together * CHUNKS)
+    kv_head = turn * together + program // CHUNKS % together
     chunk = program % CHUNKS
     request = _request_of(block, query_start, requests, TOKENS)
     known = request < requests
@@ -188,6 +191,7 @@ def prefill(
     *,
     scale: float,
     shorter: int,
+    most: int,
     causal: bool | Tensor,
     window: int | None,
     cap: float | None,
@@ -207,6 +211,7 @@ def prefill(
         lengths: ``[requests]`` int32, tokens of a request with those of the query.
         scale: factor on the scores, positive.
         shorter: see above; 0 for every request.
+        most: query tokens of the longest query, or an upper bound; results do not depend on it.
         causal: for all requests, or ``[requests]``, of which non-zero means causal.
         window: keys that a query sees on each side, its own included; None for all.
         cap: bound of the scores, or None.
@@ -235,6 +240,7 @@ def prefill(
         causal if by_request else None,
         blocks,
         requests,
+        heads_together(kv_heads, 2 * min(most, tokens) * size * query.element_size()),
         shorter,
         window or 0,
         scale,
@@ -247,7 +253,6 @@ def prefill(
         table.stride(0),
         BLOCK_STRIDE=keys.stride(0),
         TOKEN_STRIDE=keys.stride(1),
-        KV_HEADS=kv_heads,
         GROUP=group,
         HEADS=of_a_token,
         D=size,

@@ -13,10 +13,9 @@ pytest.importorskip("vllm")
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from vllm_fl_reference.attention import backend as module
-from vllm_fl_reference.attention.backend import (
-    ReferenceAttentionBackend,
-    ReferenceAttentionImpl,
+from vllm_fl_reference.attention import metadata as module
+from vllm_fl_reference.attention.backend import ReferenceAttentionBackend, ReferenceAttentionImpl
+from vllm_fl_reference.attention.metadata import (
     ReferenceAttentionMetadata,
     ReferenceAttentionMetadataBuilder,
 )

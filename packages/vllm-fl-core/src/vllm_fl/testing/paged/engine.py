@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vllm_fl.testing.case import ConformanceFailure, NotApplicable, synchronize
+from vllm_fl.testing.paged.blocks import Blocks
+from vllm_fl.testing.paged.configuration import configure
 from vllm_fl.testing.paged.scenario import Layer, Scenario, Tokens
-from vllm_fl.testing.tensors import FAR, empty, short
+from vllm_fl.testing.tensors import FAR, empty
 
 PREFIX = "model.layers.0.self_attn.attn"
-BLOCK_SIZES = (16, 32, 64, 128, 256)
-SPARE_BLOCKS = 5
 
 
 class Engine:
@@ -40,7 +37,7 @@ class Engine:
         self.backend = backend
         self.layer = layer
         self.device = device
-        self.config = _vllm_config(layer, _block_size(backend, layer))
+        self.config = configure(backend, layer)
         with self._loading():
             self.attention = self._attention(sinks)
             self.spec = self.attention.get_kv_cache_spec(self.config)
@@ -91,7 +88,7 @@ class Engine:
         """
         from vllm.config import set_current_vllm_config
 
-        blocks = _Blocks(scenario, self.block_size)
+        blocks = Blocks(scenario, self.block_size)
         with set_current_vllm_config(self.config):
             if scenario.far:
                 self._allocate_far(blocks)
@@ -128,7 +125,7 @@ class Engine:
                     f"{per_slot} elements each, but {changed} elements of it have changed"
                 )
 
-    def _allocate(self, blocks: _Blocks, garbage: float) -> None:
+    def _allocate(self, blocks: Blocks, garbage: float) -> None:
         shape, order, self.block_dim = self._cache_form(blocks.count)
         physical = torch.full([shape[i] for i in order], garbage, dtype=self.layer.dtype)
         inverse = [order.index(i) for i in range(len(order))]
@@ -136,7 +133,7 @@ class Engine:
         self.cache = physical.to(self.device, copy=True).permute(inverse)
         self.attention.kv_cache = self.cache
 
-    def _allocate_far(self, blocks: _Blocks) -> None:
+    def _allocate_far(self, blocks: Blocks) -> None:
         """Make a cache whose last blocks are used; of a host's memory only their pages are."""
         one, _, _ = self._cache_form(1)
         # Twice, because keys and values may be in separate halves.
@@ -171,7 +168,7 @@ class Engine:
         step: dict[int, int],
         done: dict[int, int],
         tokens: dict[int, Tokens],
-        blocks: _Blocks,
+        blocks: Blocks,
         scenario: Scenario,
         builder: Any,
     ) -> dict[int, Tensor]:
@@ -211,7 +208,7 @@ class Engine:
         self,
         step: dict[int, int],
         done: dict[int, int],
-        blocks: _Blocks,
+        blocks: Blocks,
         scenario: Scenario,
         builder: Any,
     ) -> tuple[Any, Tensor]:
@@ -248,105 +245,3 @@ class Engine:
         known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
         common = CommonAttentionMetadata(**{k: v for k, v in given.items() if k in known})
         return builder.build(common_prefix_len=0, common_attn_metadata=common), slots
-
-
-class _Blocks:
-    """Which cache blocks a request has: shuffled, with spare ones between.
-
-    Block 0 is vLLM's null block. The last block stays unused, too: slot -1 would be in it.
-    """
-
-    def __init__(self, scenario: Scenario, block_size: int) -> None:
-        self.block_size = block_size
-        need = {r: -(-length // block_size) for r, length in scenario.lengths.items()}
-        self.count = 1 + sum(need.values()) + SPARE_BLOCKS
-        order = torch.randperm(self.count - 2, generator=torch.Generator().manual_seed(5)) + 1
-        numbers = iter(order.tolist())
-        self.of = {request: [next(numbers) for _ in range(n)] for request, n in need.items()}
-        self.used: dict[int, int] = {}
-        for request, length in scenario.lengths.items():
-            for index, block in enumerate(self.of[request]):
-                self.used[block] = min(block_size, length - index * block_size)
-
-    def shift(self, blocks: int) -> None:
-        """Put so many unused blocks before all others."""
-        self.count += blocks
-        self.of = {r: [number + blocks for number in numbers] for r, numbers in self.of.items()}
-        self.used = {number + blocks: slots for number, slots in self.used.items()}
-
-    def slot(self, request: int, position: int) -> int:
-        """Return the cache slot of a token."""
-        block = self.of[request][position // self.block_size]
-        return block * self.block_size + position % self.block_size
-
-    def table(
-        self, step: dict[int, int], done: dict[int, int], window: int | None, padding: int
-    ) -> Tensor:
-        """Return the block table; blocks that a window has passed are given back, as in vLLM."""
-        width = max(len(blocks) for blocks in self.of.values())
-        table = torch.zeros((len(step) + padding, width), dtype=torch.int32)
-        for row, (request, new) in enumerate(step.items()):
-            first = 0 if window is None else max(0, done[request] - window + 1) // self.block_size
-            last = -(-(done[request] + new) // self.block_size)
-            blocks = self.of[request][first:last]
-            table[row, first:last] = torch.tensor(blocks, dtype=torch.int32)
-        return table
-
-
-def _block_size(backend: Any, layer: Layer) -> int:
-    """Return the smallest usual block size with which the backend accepts the layer.
-
-    Raises:
-        NotApplicable: it accepts it with none.
-    """
-    from vllm.config import set_current_vllm_config
-    from vllm.platforms import current_platform
-    from vllm.v1.attention.selector import AttentionSelectorConfig
-
-    problems: list[str] = []
-    any_config = _vllm_config(layer, BLOCK_SIZES[0])  # some backends look at it, as in vLLM
-    for block_size in BLOCK_SIZES:
-        wanted = AttentionSelectorConfig(
-            head_size=layer.head_size,
-            dtype=layer.dtype,
-            kv_cache_dtype="auto",
-            block_size=block_size,
-            has_sink=layer.sinks,
-            has_sliding_window=layer.window is not None,
-        )
-        with set_current_vllm_config(any_config):
-            found = backend.validate_configuration(
-                device_capability=current_platform.get_device_capability(), **wanted._asdict()
-            )
-        if not found:
-            return block_size
-        problems = problems or found
-    raise NotApplicable("refused", "; ".join(problems))
-
-
-def _vllm_config(layer: Layer, block_size: int) -> Any:
-    from vllm.config import CacheConfig, ModelConfig, VllmConfig
-
-    model = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": layer.heads * layer.head_size,
-        "head_dim": layer.head_size,
-        "num_attention_heads": layer.heads,
-        "num_key_value_heads": layer.kv_heads,
-        "num_hidden_layers": 1,
-        "intermediate_size": 64,
-        "vocab_size": 128,
-        "max_position_embeddings": 4096,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(model))
-        config = ModelConfig(
-            model=folder,
-            tokenizer=folder,
-            skip_tokenizer_init=True,
-            dtype=short(layer.dtype),
-            max_model_len=4096,
-            enforce_eager=True,
-        )
-    return VllmConfig(model_config=config, cache_config=CacheConfig(block_size=block_size))

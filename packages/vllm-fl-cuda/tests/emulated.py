@@ -344,12 +344,11 @@ def install(patch: pytest.MonkeyPatch) -> None:
         for name, kernel in MOE_KERNELS.items():
             declare(kernel, name, key="CPU", namespace="_moe_C")
 
-    from vllm_fl.dispatch.device import DeviceChoice
     from vllm_fl.dispatch.types import YES
     from vllm_fl_cuda import backend, layout, nvml
 
     patch.setattr(nvml, "detect", lambda: YES)
-    patch.setattr(backend, "current_device", lambda: DeviceChoice(None, None, {}))
+    patch.setattr(backend, "may_run_on", lambda name: YES)
     patch.setattr(layout, "DEVICE", "cpu")
 
 

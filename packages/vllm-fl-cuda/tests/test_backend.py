@@ -13,6 +13,7 @@ import pytest
 
 from vllm_fl.dispatch.config import load
 from vllm_fl.dispatch.config_file import read_resource
+from vllm_fl.dispatch.types import Decision
 from vllm_fl.integration.custom_ops import CUSTOM_OPS
 from vllm_fl_cuda import nvml
 from vllm_fl_cuda.backend import CudaBackend
@@ -130,9 +131,9 @@ def test_the_real_package_on_this_machine():
 def test_availability_follows_the_device_in_use(machine, monkeypatch):
     machine(Driver(H200))
     monkeypatch.setenv("VLLM_FL_PLATFORM", "cuda")
-    assert CudaBackend().is_available() is True
+    assert CudaBackend().is_available()
     monkeypatch.setenv("VLLM_FL_PLATFORM", "reference")
-    assert CudaBackend().is_available() == "vLLM runs on the device 'cpu' here"
+    assert CudaBackend().is_available() == Decision.no("vLLM runs on the device 'cpu' here")
 
 
 def test_asking_imports_nothing_heavy_and_keeps_cuda_untouched():

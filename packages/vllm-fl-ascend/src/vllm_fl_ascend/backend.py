@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from vllm_fl.dispatch.backend import Backend, Device, Implementation
-from vllm_fl.dispatch.state import current_device
+from vllm_fl.dispatch.state import may_run_on
 from vllm_fl.dispatch.types import BackendImplKind
 from vllm_fl_ascend import installation
 
@@ -69,13 +69,7 @@ class AscendBackend(Backend):
 
     def is_available(self) -> object:
         """Whether there is a usable NPU, and vLLM does not run on another device of the machine."""
-        present = installation.detect()
-        if not present:
-            return present
-        in_use = current_device()
-        if in_use.device is not None and in_use.backend != self.name:
-            return f"vLLM runs on the device {in_use.device.name!r} here"
-        return True
+        return installation.detect() and may_run_on(self.device)
 
     def facts(self) -> Mapping[str, object]:
         """Versions of driver, CANN, torch_npu and torch."""

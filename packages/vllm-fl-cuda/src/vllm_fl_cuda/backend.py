@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_fl.dispatch.backend import Backend, Device, Implementation
-from vllm_fl.dispatch.state import current_device
+from vllm_fl.dispatch.state import may_run_on
 from vllm_fl.dispatch.types import BackendImplKind
 from vllm_fl_cuda import nvml
 from vllm_fl_cuda.profile import KERNELS
@@ -61,15 +61,8 @@ class CudaBackend(Backend):
         rank=100,
         arch=nvml.arch,
     )
-
     kernels = KERNELS
 
     def is_available(self) -> object:
         """Whether there is a GPU, and vLLM does not run on another device of this machine."""
-        present = nvml.detect()
-        if not present:
-            return present
-        in_use = current_device().device
-        if in_use is not None and in_use.name != "cuda":
-            return f"vLLM runs on the device {in_use.name!r} here"
-        return True
+        return nvml.detect() and may_run_on(self.device)

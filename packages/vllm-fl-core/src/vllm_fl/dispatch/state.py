@@ -20,9 +20,12 @@ from vllm_fl.dispatch.device import DeviceChoice, choose_device
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.policy import SelectionPolicy, name_set
+from vllm_fl.dispatch.types import YES, Decision
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from vllm_fl.dispatch.backend import Device
 
 SCOPED: ContextVar[SelectionPolicy | None] = ContextVar("vllm_fl_policy", default=None)
 
@@ -55,6 +58,17 @@ def current_device() -> DeviceChoice:
 
 
 _choose_device = functools.lru_cache(maxsize=1)(choose_device)
+
+
+def may_run_on(device: Device | None) -> Decision:
+    """Whether vLLM runs on a device of this name here, or on none; if not, on which it runs.
+
+    For the ``is_available`` of backends with a device of their own.
+    """
+    in_use = current_device().device
+    if device is not None and in_use is not None and in_use.name != device.name:
+        return Decision.no(f"vLLM runs on the device {in_use.name!r} here")
+    return YES
 
 
 def device_arch() -> int | None:

@@ -134,6 +134,15 @@ policies = st.builds(
 )
 
 
+def test_which_vendors_are_allowed():
+    denied = SelectionPolicy.from_dict(deny_vendors=["acme"])
+    assert not denied.is_vendor_allowed("acme")
+    assert denied.is_vendor_allowed("bolt")
+    alone = SelectionPolicy.from_dict(allow_vendors=["acme"])
+    assert alone.is_vendor_allowed("acme")
+    assert not alone.is_vendor_allowed("bolt")
+
+
 @given(policies, policies)
 def test_equal_content_means_equal_hash_and_fingerprint(one, two):
     again = SelectionPolicy.from_dict(**one.to_dict())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vllm_fl.cli.main import _parser
 from vllm_fl.dispatch import policy_from_config
 
 HERE = Path(__file__).parent
@@ -172,16 +170,6 @@ def test_the_report_stands_alone(study):
     assert page.count("<svg") == page.count("</svg>") > 3
     assert not re.findall(r"""(?:src|href)\s*=|url\(|@import|<script""", page)
     assert study.found["result"]["name"] in page
-
-
-def test_the_commands_of_the_documentation_are_understood():
-    page = (HERE.parent / "docs" / "usage" / "autotune.md").read_text()
-    blocks = re.findall(r"```bash\n(.*?)```", page, re.S)
-    lines = [line for block in blocks for line in block.splitlines()]
-    commands = [shlex.split(line)[1:] for line in lines if line.startswith("vllm-fl ")]
-    assert [c[0] for c in commands] == ["autotune", "autotune", "explain"]
-    for arguments in commands:
-        _parser().parse_args(arguments)
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

@@ -168,6 +168,14 @@ def test_a_claim_holds_while_its_process_lives_and_ends_with_its_block(url, stor
         assert mine
 
 
+def test_a_claim_whose_process_died_before_it_said_who_it_is_ends(storage, monkeypatch):
+    monkeypatch.setattr("vllm_fl.autotune.studies.STALE_SECONDS", 0.3)
+    study = open_study("autotune x", storage, make_sampler(0), resume=True)
+    optuna.create_study(study_name="autotune x: evidence 0", storage=storage)
+    with claim(study, storage, "evidence") as mine:
+        assert mine
+
+
 def test_owners_on_other_machines_are_trusted_for_a_while():
     away = {**me(), "host": "elsewhere"}
     assert is_alive(away)

@@ -195,13 +195,26 @@ def _claim(study: str, storage: optuna.storages.BaseStorage, what: str) -> optun
         try:
             mine = optuna.create_study(study_name=name, storage=storage)
         except optuna.exceptions.DuplicatedStudyError:
-            owner = optuna.load_study(study_name=name, storage=storage).user_attrs.get("owner")
-            if owner is None or is_alive(owner):
+            if is_alive(_owner(name, storage)):
                 return None
             number += 1
             continue
         mine.set_user_attr("owner", me())
         return mine
+
+
+def _owner(claim: str, storage: optuna.storages.BaseStorage) -> dict[str, Any]:
+    """Return who made a claim, which is noted right after it is made; {} if it died in between."""
+    until = time.monotonic() + STALE_SECONDS
+    while True:
+        owner: dict[str, Any] | None = optuna.load_study(
+            study_name=claim, storage=storage
+        ).user_attrs.get("owner")
+        if owner is not None:
+            return owner
+        if time.monotonic() > until:
+            return {}
+        time.sleep(0.2)
 
 
 def me() -> dict[str, Any]:

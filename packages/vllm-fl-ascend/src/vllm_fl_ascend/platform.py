@@ -43,7 +43,7 @@ class AscendPlatformFL(PlatformFL, Platform):
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
-        """Decides for model runner V1: V2 consists of Triton kernels.
+        """Decide for model runner V1: V2 consists of Triton kernels.
 
         vLLM has no other switch for it than this variable.
         """
@@ -52,7 +52,7 @@ class AscendPlatformFL(PlatformFL, Platform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
-        """Runs models eagerly.
+        """Run models eagerly.
 
         Raises:
             ValueError: The user asked for compilation or graphs. vLLM itself would drop the latter
@@ -79,7 +79,7 @@ class AscendPlatformFL(PlatformFL, Platform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Refuses what has no implementation here, and names the worker.
+        """Refuse what has no implementation here, and name the worker.
 
         Raises:
             ValueError: The configuration asks for something that does not run on an NPU here.
@@ -91,7 +91,7 @@ class AscendPlatformFL(PlatformFL, Platform):
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        """Refuses quantised models: no operator for their kernels is implemented.
+        """Refuse quantised models: no operator for their kernels is implemented.
 
         Raises:
             ValueError: Always.
@@ -100,56 +100,56 @@ class AscendPlatformFL(PlatformFL, Platform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Imports nothing: vLLM's own kernels are built for other devices."""
+        """Import nothing: vLLM's own kernels are built for other devices."""
 
     @classmethod
     def get_device_name(cls, device_id: int = 0) -> str:
-        """Returns the name of the chip, such as Ascend910B3."""
+        """Return the name of the chip, such as Ascend910B3."""
         name: str = torch.npu.get_device_name(device_id)
         return name
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability | None:
-        """Returns None: there is nothing on an NPU that CUDA's numbers would say."""
+        """Return None: there is nothing on an NPU that CUDA's numbers would say."""
         return None
 
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
-        """Returns the bytes of the device's memory."""
+        """Return the bytes of the device's memory."""
         total: int = torch.npu.get_device_properties(device_id).total_memory
         return total
 
     @classmethod
     def get_current_memory_usage(cls, device: torch.types.Device | None = None) -> float:
-        """Returns the bytes that PyTorch has allocated at most since the last call."""
+        """Return the bytes that PyTorch has allocated at most since the last call."""
         torch.npu.reset_peak_memory_stats(device)
         usage: float = torch.npu.max_memory_allocated(device)
         return usage
 
     @classmethod
     def num_compute_units(cls, device_id: int = 0) -> int:
-        """Returns the number of cube cores, which multiply matrices."""
+        """Return the number of cube cores, which multiply matrices."""
         cores: int = torch.npu.get_device_properties(device_id).cube_core_num
         return cores
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
-        """Makes ``device`` this process's current one."""
+        """Make ``device`` this process's current one."""
         torch.npu.set_device(device)
 
     @classmethod
     def manual_seed_all(cls, seed: int) -> None:
-        """Seeds the generators of all devices."""
+        """Seed the generators of all devices."""
         torch.npu.manual_seed_all(seed)
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
-        """Returns True, as vLLM's other devices do."""
+        """Return True, as vLLM's other devices do."""
         return True
 
     @classmethod
     def support_hybrid_kv_cache(cls) -> bool:
-        """Returns True: layers with and without a sliding window may have caches of their own."""
+        """Return True: layers with and without a sliding window may have caches of their own."""
         return True
 
 

@@ -32,7 +32,7 @@ class AscendWorkerFL(Worker):
     """vLLM's worker with an NPU in place of a GPU."""
 
     def init_device(self) -> None:
-        """Takes the NPU of this rank, joins the distributed group and builds the model runner.
+        """Take the NPU of this rank, join the distributed group and build the model runner.
 
         The worker's own method does the same for a device of type ``cuda``.
 
@@ -68,7 +68,7 @@ class AscendWorkerFL(Worker):
             report_usage_stats(self.vllm_config)
 
     def _first_local_rank(self) -> int:
-        """Returns the first rank of this data-parallel replica on this machine."""
+        """Return the first rank of this data-parallel replica on this machine."""
         parallel = self.parallel_config
         if (
             parallel.distributed_executor_backend in ("ray", "external_launcher")
@@ -84,5 +84,5 @@ class AscendWorkerFL(Worker):
         return first
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
-        """Returns no pool: vLLM asks out-of-tree platforms for a CuMem one."""
+        """Return no pool: vLLM asks out-of-tree platforms for a CuMem one."""
         return nullcontext()

@@ -15,7 +15,7 @@ def compute_slot_mapping(
     slot_mapping: torch.Tensor,
     block_size: int,
 ) -> None:
-    """Writes the KV-cache slot of every scheduled token into ``slot_mapping``.
+    """Write the KV-cache slot of every scheduled token into ``slot_mapping``.
 
     Args:
         query_start_loc: Cumulative number of tokens per request, ``[num_reqs + 1]``.

@@ -37,7 +37,7 @@ class CpuPlatformFL(PlatformFL, CpuPlatform):
 
     @classmethod
     def pre_register_and_update(cls, parser: FlexibleArgumentParser | None = None) -> None:
-        """Decides for model runner V1, before any vLLM configuration exists.
+        """Decide for model runner V1, before any vLLM configuration exists.
 
         Runner V2 consists of Triton kernels. vLLM has no other switch for it than this variable.
         """
@@ -46,7 +46,7 @@ class CpuPlatformFL(PlatformFL, CpuPlatform):
 
     @classmethod
     def apply_config_platform_defaults(cls, vllm_config: VllmConfig) -> None:
-        """Runs models eagerly unless the user chose a compilation mode."""
+        """Run models eagerly unless the user chose a compilation mode."""
         from vllm.config import CompilationMode
 
         super().apply_config_platform_defaults(vllm_config)
@@ -56,7 +56,7 @@ class CpuPlatformFL(PlatformFL, CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Adapts the configuration as vLLM's CPU platform does, then takes back what is not ours.
+        """Adapt the configuration as vLLM's CPU platform does, then take back what is not ours.
 
         Raises:
             ValueError: If the configuration asks for something that needs kernels that exist only
@@ -86,12 +86,12 @@ class CpuPlatformFL(PlatformFL, CpuPlatform):
 
     @classmethod
     def update_block_size_for_backend(cls, vllm_config: VllmConfig) -> None:
-        """Asks the attention backend, as accelerators do, instead of preferring 128 tokens."""
+        """Ask the attention backend, as accelerators do, instead of preferring 128 tokens."""
         super(CpuPlatform, cls).update_block_size_for_backend(vllm_config)
 
     @classmethod
     def verify_quantization(cls, quant: str) -> None:
-        """Refuses quantized models: their kernels are compiled.
+        """Refuse quantized models: their kernels are compiled.
 
         Raises:
             ValueError: Always.
@@ -101,11 +101,11 @@ class CpuPlatformFL(PlatformFL, CpuPlatform):
 
     @classmethod
     def import_kernels(cls) -> None:
-        """Imports nothing: vLLM's compiled CPU kernels are not in its ordinary wheels."""
+        """Import nothing: vLLM's compiled CPU kernels are not in its ordinary wheels."""
 
     @classmethod
     def register_triton_kernel_overrides(cls) -> None:
-        """Registers the PyTorch kernels; vLLM has this hook since 0.33."""
+        """Register the PyTorch kernels; vLLM has this hook since 0.33."""
         adapter().bind_kernels()
 
 
@@ -124,7 +124,7 @@ def _refuse_unsupported(vllm_config: VllmConfig) -> None:
 
 @contextmanager
 def _without_advice_on_compiled_kernels() -> Iterator[None]:
-    """Drops warnings about CPU kernels of vLLM that do not run on this platform."""
+    """Drop warnings about CPU kernels of vLLM that do not run on this platform."""
     advice = (
         "CPU backend prefers block_size is multiples of 32",
         "Triton is not installed. triton-cpu is expected",

@@ -31,12 +31,12 @@ class CpuModelRunnerFL(CPUModelRunner):
     """vLLM's CPU model runner with PyTorch kernels."""
 
     def _postprocess_triton(self) -> None:
-        """Replaces Triton kernels; before vLLM 0.33 this is where its CPU runner does it."""
+        """Replace Triton kernels; before vLLM 0.33 this is where its CPU runner does it."""
         adapter().bind_kernels()
 
     @torch.inference_mode()
     def check_model(self) -> None:
-        """Runs one small step through every layer, attention included.
+        """Run one small step through every layer, attention included.
 
         A model may need a kernel that exists only for accelerators. Without this step it would stop
         the engine at the first request; with it, the engine does not start.
@@ -80,7 +80,7 @@ class CpuWorkerFL(CPUWorker):
         self.requested_cpu_memory = int(get_memory_node_info().total_memory * share)
 
     def init_device(self) -> None:
-        """Joins the distributed group and builds the model runner.
+        """Join the distributed group and build the model runner.
 
         CPUWorker's method also asks for preloaded OpenMP and allocator libraries, which help its
         compiled kernels, and forbids changing the number of threads.
@@ -98,18 +98,18 @@ class CpuWorkerFL(CPUWorker):
         self.model_runner = CpuModelRunnerFL(self.vllm_config, self.device)
 
     def _limit_threads(self) -> None:
-        """Keeps PyTorch's threads within this worker's share of the CPUs (cgroups included)."""
+        """Keep PyTorch's threads within this worker's share of the CPUs (cgroups included)."""
         if "OMP_NUM_THREADS" not in os.environ:
             share = max(1, adapter().available_cpus() // self.parallel_config.local_world_size)
             torch.set_num_threads(min(torch.get_num_threads(), share))
         logger.info("Rank %d computes with %d threads.", self.rank, torch.get_num_threads())
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[None]:
-        """Returns no pool: vLLM asks out-of-tree platforms for a CuMem one."""
+        """Return no pool: vLLM asks out-of-tree platforms for a CuMem one."""
         return nullcontext()
 
     def determine_available_memory(self) -> int:
-        """Returns the bytes of KV cache: as the user asked, otherwise a moderate default."""
+        """Return the bytes of KV cache: as the user asked, otherwise a moderate default."""
         asked = (
             self.cache_config.kv_cache_memory_bytes is not None
             or self.cache_config.gpu_memory_utilization != CacheConfig.gpu_memory_utilization
@@ -130,6 +130,6 @@ class CpuWorkerFL(CPUWorker):
         return size
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
-        """Runs one small step before the first request does."""
+        """Run one small step before the first request does."""
         self.model_runner.check_model()
         return super().compile_or_warm_up_model()

@@ -38,6 +38,6 @@ class Adapter(Protocol):
 
 @cache
 def adapter() -> Adapter:
-    """Returns the adapter module for the installed vLLM."""
+    """Return the adapter module for the installed vLLM."""
     name = adapter_module(ADAPTERS, vllm_version())
     return cast(Adapter, importlib.import_module(f"{__name__}.{name}"))

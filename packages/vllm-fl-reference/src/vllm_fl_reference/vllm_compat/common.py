@@ -42,14 +42,14 @@ PYTORCH_SLOT_MAPPING = slot_mapping(compute_slot_mapping)
 
 
 def prepare_process() -> None:
-    """Applies the patches that any process of an engine needs."""
+    """Apply the patches that any process of an engine needs."""
     if not torch.accelerator.is_available():
         for patch in ACCELERATOR_CACHES:
             patch.apply()
 
 
 def affinity_cpus() -> int:
-    """Returns the number of CPUs that this process may be scheduled on."""
+    """Return the number of CPUs that this process may be scheduled on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -13,13 +13,13 @@ available_cpus = affinity_cpus
 
 
 def bind_kernels() -> None:
-    """Puts the PyTorch kernels in place; called when the model runner is built."""
+    """Put the PyTorch kernels in place; called when the model runner is built."""
     for patch in PATCHES:
         patch.apply()
 
 
 def set_worker_threads(local_world_size: int) -> None:
-    """Gives each of several worker processes its share of the CPUs.
+    """Give each of several worker processes its share of the CPUs.
 
     This vLLM starts them with one thread each unless OMP_NUM_THREADS is set.
     """

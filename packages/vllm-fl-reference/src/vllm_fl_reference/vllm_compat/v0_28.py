@@ -13,10 +13,10 @@ PATCHES = (PYTORCH_SLOT_MAPPING, SAMPLER_WITHOUT_TRITON)
 
 
 def bind_kernels() -> None:
-    """Puts the PyTorch kernels in place; called when the model runner is built."""
+    """Put the PyTorch kernels in place; called when the model runner is built."""
     for patch in PATCHES:
         patch.apply()
 
 
 def set_worker_threads(local_world_size: int) -> None:
-    """Does nothing: this vLLM gives each worker process its share of the CPUs itself."""
+    """Do nothing: this vLLM gives each worker process its share of the CPUs itself."""

@@ -36,11 +36,11 @@ KERNELS = {"vllm.v1.worker.block_table.ComputeSlotMappingKernel.kernel": _slot_m
 
 @cache  # a second engine in one process comes here again; registering twice logs a warning
 def bind_kernels() -> None:
-    """Puts the PyTorch kernels in place; called before the worker is built."""
+    """Put the PyTorch kernels in place; called before the worker is built."""
     register_kernels(KERNELS)
     for patch in PATCHES:
         patch.apply()
 
 
 def set_worker_threads(local_world_size: int) -> None:
-    """Does nothing: this vLLM gives each worker process its share of the CPUs itself."""
+    """Do nothing: this vLLM gives each worker process its share of the CPUs itself."""

@@ -30,6 +30,7 @@ from benchmarks.e2e.workloads import WORKLOADS, Workload  # noqa: E402
 
 def test_modes_are_configurations(tmp_path):
     assert Mode.parse("native", tmp_path) == Mode("native", {"VLLM_PLUGINS": ""})
+    assert Mode.parse("control", tmp_path) == Mode("control", {"VLLM_PLUGINS": ""})
     assert Mode.parse("default", tmp_path) == Mode("default", {})
     configs = {
         mode: load(environ=Mode.parse(mode, tmp_path).environ)

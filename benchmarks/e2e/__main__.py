@@ -5,12 +5,13 @@
     python -m benchmarks.e2e --model qwen3-30b-a3b --layers 24 --mode flagos --mode mix=FILE.yaml
 
 Run from the top of the repository, with the wheels installed. A mode is a way to run vLLM:
-``native`` is without vllm-fl (VLLM_PLUGINS=''), ``null`` with it and every layer left to vLLM,
-``default`` with the platform's defaults file, ``vendor`` with everything dispatched, vendors first,
-``flagos`` with everything on flagos alone, attention and experts included, ``flagos-gemm`` the same
-with flag_gems running PyTorch's own operators, matrix products among them, and ``mix=FILE.yaml``,
-with any name before the =, with a configuration of one's own. Weights are random, from fixed seeds,
-and equal in every mode.
+``native`` is without vllm-fl (VLLM_PLUGINS=''), ``control`` the same once more, whose ratio says
+how well the run can tell, ``null`` with vllm-fl and every layer left to vLLM, ``default`` with the
+platform's defaults file, ``vendor`` with everything dispatched, vendors first, ``flagos`` with
+everything on flagos alone, attention and experts included, ``flagos-gemm`` the same with flag_gems
+running PyTorch's own operators, matrix products among them, and ``mix=FILE.yaml``, with any name
+before the =, with a configuration of one's own. Weights are random, from fixed seeds, and equal in
+every mode.
 
 The engines of a model, the baseline first, start one after another and stay alive together, as many
 as the memory holds. After one run that is not timed they take turns, round after round, so that

@@ -10,6 +10,7 @@ from typing import Any
 from vllm_fl.dispatch.ops import CATALOGUE
 
 NATIVE = "native"
+CONTROL = "control"
 DEFAULT = "default"
 # What is named must run: an operator that flagos lacks is an error, not another's work.
 _FLAGOS = {"op_backends": {op: ["flagos"] for op in CATALOGUE}}
@@ -46,7 +47,7 @@ class Mode:
         Raises:
             ValueError: there is no such mode, or the file that it names does not exist.
         """
-        if text == NATIVE:
+        if text in (NATIVE, CONTROL):
             return cls(text, {"VLLM_PLUGINS": ""})
         if text == DEFAULT:
             return cls(text, {})
@@ -57,7 +58,7 @@ class Mode:
                 raise ValueError(f"mode {text!r}: there is no file {file!r}")
             return cls(name, {"VLLM_FL_CONFIG": str(path)}, path.read_text())
         if text not in CONFIGURATIONS:
-            known = ", ".join((NATIVE, DEFAULT, *CONFIGURATIONS, "NAME=FILE.yaml"))
+            known = ", ".join((NATIVE, CONTROL, DEFAULT, *CONFIGURATIONS, "NAME=FILE.yaml"))
             raise ValueError(f"there is no mode {text!r}; the modes are {known}")
         path = folder / f"{text}.yaml"
         content = json.dumps(CONFIGURATIONS[text])  # JSON is YAML

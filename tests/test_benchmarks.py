@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_fl.cli.main import _parser
+from vllm_fl.cli.main import make_parser
 from vllm_fl.dispatch.config import load
 from vllm_fl.dispatch.ops import CATALOGUE
 
@@ -240,7 +240,7 @@ def tuning(tmp_path):
 def test_autotune_resumes_a_study_and_then_compares(tuning):
     arguments, model = tuning
     words = autotune.tuning_command(arguments, model, 100.0)
-    parsed = _parser().parse_args(words[words.index("autotune") :])
+    parsed = make_parser().parse_args(words[words.index("autotune") :])
     assert (parsed.time_budget, parsed.verify_starts, parsed.seed) == (100.0, 0, 3)
     assert parsed.engine["load_format"] == "random_normal"
     assert json.loads(Path(parsed.workload).read_text()) == {

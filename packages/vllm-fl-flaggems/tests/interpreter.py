@@ -5,8 +5,9 @@ and its conversion from fp32 cuts bits off instead of rounding. Nothing of it ra
 puts wrappers around the few methods of the interpreter through which every such operation goes:
 they widen bf16 to fp32, compute, and round to nearest, ties to even. Reducing bf16 raises, as the
 kernels reduce in fp32. ``repair`` also takes away most of the time that the interpreter spends on
-calls between functions. Python's ``and`` and ``or`` on masks, of which the interpreter drops an
-operand, cannot be seen from here: ``test_sources.py`` refuses them in the kernels' source.
+calls between functions, and lets loops of Triton 3.6 end at tensors. Python's ``and`` and ``or``
+on masks, of which the interpreter drops an operand, cannot be seen from here: ``test_sources.py``
+refuses them in the kernels' source.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from triton.runtime.interpreter import (
     ReduceScanOpInterface,
     TensorHandle,
 )
+
+from vllm_fl_flaggems.availability import triton_version
 
 QUIET_NAN = 0x7FC0
 
@@ -130,6 +133,20 @@ def patching_once(patch: Callable[..., Any], patched: set[int]) -> Callable[...,
     return call
 
 
+def indexing(patch: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``_patch_lang_tensor`` of Triton 3.6, whose bounds of ``range`` NumPy deprecates.
+
+    A scalar is an array of one element there, of which ``int`` is deprecated since NumPy 1.25.
+    Triton 3.7 takes the element out first.
+    """
+
+    def call(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    return call
+
+
 def launching(launch: Callable[..., Any], patched: set[int]) -> Callable[..., Any]:
     """Wrap ``GridExecutor.__call__``, at whose end the language is restored."""
 
@@ -157,6 +174,8 @@ def repair() -> None:
         "create_dot": dot,
     }.items():
         setattr(InterpreterBuilder, name, wrap(getattr(InterpreterBuilder, name)))
+    if triton_version() == (3, 6):
+        interpreter._patch_lang_tensor = indexing(interpreter._patch_lang_tensor)
     patched: set[int] = set()
     interpreter._patch_lang = patching_once(interpreter._patch_lang, patched)
     GridExecutor.__call__ = launching(GridExecutor.__call__, patched)

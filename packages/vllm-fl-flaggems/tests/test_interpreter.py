@@ -35,6 +35,18 @@ def _sum(out, x, N: tl.constexpr):
     tl.store(out, tl.sum(tl.load(x + tl.arange(0, N)), axis=0))
 
 
+@triton.jit
+def _count(out, bounds, N: tl.constexpr):
+    begin, end = tl.load(bounds), tl.load(bounds + 1)
+    total = begin * 0
+    for i in range(begin, end, N):
+        if i != begin:  # a truth value of a tensor of one element
+            total += i
+    for i in tl.range(end):
+        total += i
+    tl.store(out, total)
+
+
 def converted(x: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty_like(x, dtype=dtype)
     _convert[(1,)](out, x, N=len(x))
@@ -69,6 +81,13 @@ def test_matrix_products_of_bf16_are_those_of_fp32() -> None:
     out = torch.empty(32, 32)
     _matmul[(1,)](out, x, y, N=32)
     torch.testing.assert_close(out, x.float() @ y.float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_bounds_of_a_loop_and_conditions_are_tensors(dtype: torch.dtype) -> None:
+    out = torch.empty(1, dtype=dtype)
+    _count[(1,)](out, torch.tensor([3, 12], dtype=dtype), N=4)
+    assert out.item() == 7 + 11 + sum(range(12))
 
 
 def test_a_reduction_over_bf16_is_refused() -> None:

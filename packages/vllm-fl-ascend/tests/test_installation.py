@@ -182,7 +182,7 @@ def test_asking_imports_nothing_heavy(tmp_path):
 
 def test_a_machine_without_npus_is_not_disturbed(tmp_path):
     environ = make_machine(tmp_path, npus=0, torch_npu="", package=False, cann=False)
-    chosen, norm, reason = ask(
+    device, order, reason = ask(
         environ,
         """
         import json
@@ -193,11 +193,14 @@ def test_a_machine_without_npus_is_not_disturbed(tmp_path):
         manager.ensure_initialized()
         rows = explain(manager, "rms_norm")["implementations"]
         (ascend,) = [row for row in rows if row["impl_id"] == "vendor.ascend"]
-        print(json.dumps([current_device().backend, manager.rank("rms_norm").order[0].impl_id,
-                          ascend["reason"]]))
+        order = [impl.impl_id for impl in manager.rank("rms_norm").order]
+        print(json.dumps([current_device().backend, order, ascend["reason"]]))
         """,
     )
-    assert (chosen, norm) == ("reference", "reference.torch")
+    # Which others take its place depends on what is installed; plain PyTorch always can.
+    assert device != "ascend"
+    assert "reference.torch" in order
+    assert "vendor.ascend" not in order
     assert "there is no NPU" in reason
 
 

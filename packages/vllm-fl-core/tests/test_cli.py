@@ -127,6 +127,8 @@ def test_explain_a_call(capsys, impl):
     get_default_manager().registry.register_impl(
         impl("vendor.acme", supports=lambda x: x.shape[-1] % 16 == 0 or "d must divide by 8")
     )
+    # Before all others, whichever are installed.
+    set_global_policy(SelectionPolicy.from_dict(per_op_order={"silu_and_mul": ["vendor:acme"]}))
     for width, decision, reason in ((64, "chosen", ""), (24, "refused", "d must divide by 8")):
         arguments = ("explain", "silu_and_mul", "--json", "--args", f"x=bfloat16[8,{width}]")
         rows = json.loads(output(capsys, *arguments))["implementations"]

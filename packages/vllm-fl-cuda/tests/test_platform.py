@@ -12,9 +12,13 @@ HERE = Path(__file__).parent
 
 # vllm.platforms.cuda loads the compiled operators, which need the driver's libraries. Without them
 # the platform can be made, and asked for everything that no GPU answers. What vLLM's layers ask
-# about fp8 when they are imported is answered with no.
+# about fp8 when they are imported is answered with no. Where vllm-fl-flaggems is installed, too, it
+# is not found: its Triton kernels could run on the GPU that is made up here.
 BEFORE = """
 import json, sys, types
+from vllm_fl.dispatch import discovery
+scan = discovery.scan
+discovery.scan = lambda: [found for found in scan() if found.entry.name != "flaggems"]
 for name in ("vllm._C_stable_libtorch", "vllm.vllm_flash_attn._vllm_fa2_C"):
     sys.modules[name] = types.ModuleType(name)
 import emulated
@@ -204,6 +208,7 @@ CudaBackend.is_available = lambda self: True
 FlashAttentionBackend.validate_configuration = classmethod(
     lambda cls, kv_cache_dtype, **needs: [] if kv_cache_dtype == "auto" else ["no such cache"]
 )
+{planted}
 common = dict(head_size=128, dtype="bfloat16", kv_cache_dtype="auto", block_size=None)
 answers = {{}}
 with set_current_vllm_config(VllmConfig()):
@@ -220,12 +225,26 @@ with set_current_vllm_config(VllmConfig()):
             answers[name] = str(error)
 print(json.dumps(answers))
 """
+# An implementation as vllm-fl-flaggems has it, its cache laid out as FlashAttention's.
+FLAGOS = """
+from vllm_fl.dispatch import BackendImplKind, OpImpl, get_default_manager
+
+class FlagosBackend(FlashAttentionBackend):
+    pass
+
+def attention_backend(use_mla=False, use_sparse=False):
+    return "__main__:FlagosBackend"
+
+get_default_manager().registry.register_impl(
+    OpImpl("attention_backend", "default.flagos", BackendImplKind.DEFAULT, attention_backend)
+)
+"""
 BACKENDS = "vllm.v1.attention.backends."
 REFERENCE = "vllm_fl_reference.attention.backend.ReferenceAttentionBackend"
 
 
 def test_who_chooses_the_attention_backend():
-    answers = run(ATTENTION.format(questions=QUESTIONS))
+    answers = run(ATTENTION.format(questions=QUESTIONS, planted=""))
     assert answers.pop("nothing special") == f"{BACKENDS}flash_attn.FlashAttentionBackend"
     # What no implementation serves is left to vLLM, before plain PyTorch.
     for name in ("latent", "latent, strict"):
@@ -239,8 +258,15 @@ def test_who_chooses_the_attention_backend():
     assert answers.pop("wrongly named by the user").startswith("Selected backend")
     assert answers.pop("custom") == REFERENCE
     assert answers.pop("reference") == REFERENCE
-    assert answers.pop("by phase") == (  # Triton does not run here, and cuda.yaml is not read
+    assert answers.pop("by phase") == (  # flagos is not installed, and cuda.yaml is not read
         "vllm_fl.integration.phased_attention."
         "DecodeReferenceAttentionBackendPrefillFlashAttentionBackend"
     )
     assert not answers
+
+
+def test_the_defaults_decode_with_flagos_and_prefill_with_flash_attention():
+    asked = {"nothing special": QUESTIONS["nothing special"]}
+    assert run(ATTENTION.format(questions=asked, planted=FLAGOS))["nothing special"] == (
+        "vllm_fl.integration.phased_attention.DecodeFlagosBackendPrefillFlashAttentionBackend"
+    )

@@ -129,9 +129,10 @@ def tests(session: nox.Session, backend: str) -> None:
     use_vllm(session, EVERYDAY)
     session.install("--group=test")
     install_wheels(session, *dict.fromkeys((CORE, REFERENCE, backend)))
+    paths = [f"packages/{backend}/tests"]
     if backend == FLAGGEMS:
         install_flag_gems(session)
-    paths = [f"packages/{backend}/tests"]
+        paths.append("tests/test_triton_attention.py")
     if backend == REFERENCE:
         session.install("--group=docs")
         paths = [f"packages/{CORE}/tests", *paths, "tests"]

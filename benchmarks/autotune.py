@@ -28,6 +28,7 @@ from benchmarks.e2e.memory import device_bytes, share
 from benchmarks.e2e.models import write_model
 from benchmarks.e2e.modes import NATIVE
 from benchmarks.e2e.process import TOP
+from benchmarks.e2e.results import without_folders
 from benchmarks.e2e.workloads import WORKLOADS, Workload
 from vllm_fl.autotune.statistics import widest_estimate
 from vllm_fl.dispatch.ops import CATALOGUE
@@ -197,7 +198,8 @@ def main() -> int:
     )
     result = json.loads(arguments.out.read_text())
     (records,) = result["models"].values()
-    result |= {"tuning": found, "gains": gains(records, str(arguments.workload)) if won else {}}
+    result |= {"tuning": without_folders(found)}
+    result |= {"gains": gains(records, str(arguments.workload)) if won else {}}
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     text = report(result, str(arguments.workload))
     arguments.out.with_suffix(".txt").write_text(text + "\n")

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,8 @@ from benchmarks.e2e import agreement, measuring, memory  # noqa: E402
 from benchmarks.e2e.__main__ import parse_arguments as parse_e2e  # noqa: E402
 from benchmarks.e2e.models import MODELS, token_bytes, weight_bytes, write_model  # noqa: E402
 from benchmarks.e2e.modes import Mode  # noqa: E402
-from benchmarks.e2e.process import EngineFailed  # noqa: E402
-from benchmarks.e2e.results import Results  # noqa: E402
+from benchmarks.e2e.process import EngineFailed, NoAnswer  # noqa: E402
+from benchmarks.e2e.results import Results, without_folders  # noqa: E402
 from benchmarks.e2e.workloads import WORKLOADS, Workload  # noqa: E402
 
 
@@ -115,6 +116,7 @@ class FakeEngine:
 
     log: list[str] = []
     seconds = {"native": 1.0, "fast": 0.5}
+    starts: dict[str, float] = {}  # seconds on the planted clock; others start at once
 
     def __init__(self, environ, log):
         self.mode = log.stem.partition("-")[2]
@@ -123,6 +125,10 @@ class FakeEngine:
     def ask(self, limit, start):
         if self.mode == "broken":
             raise EngineFailed("planted")
+        needed = self.starts.get(self.mode, 0.0)
+        measuring.time.sleep(min(needed, limit))
+        if needed > limit:
+            raise NoAnswer("planted")
         return {"device": "none", "versions": {}, "dispatched": {}}
 
     def generate(self, prompts, new_tokens, limit, logprobs=None):
@@ -201,6 +207,89 @@ def test_a_run_ends_within_its_time(bench):
     with pytest.raises(measuring.OutOfTime):
         bench("native", "fast", seconds=10).run()
     assert FakeEngine.log == []
+
+
+class PlantedTime:
+    """The module time, of which nothing passes but what is slept."""
+
+    now = 0.0
+    strftime = staticmethod(time.strftime)
+
+    def monotonic(self):
+        return self.now
+
+    perf_counter = monotonic
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def clocked(bench, monkeypatch):
+    """Run modes, three at a time, whose starts take so many seconds, within a budget."""
+
+    def run(budget, **starts):
+        monkeypatch.setattr(measuring, "time", PlantedTime())
+        monkeypatch.setattr(FakeEngine, "starts", starts)
+        monkeypatch.setattr(FakeEngine, "seconds", dict.fromkeys(starts, 1.0))
+        made = bench(*starts, seconds=budget)
+        with pytest.raises(measuring.OutOfTime):
+            made.run()
+        started = sum(line.startswith("start") for line in FakeEngine.log)
+        assert started == sum(line.startswith("stop") for line in FakeEngine.log)
+        records = made.results.models["model"]
+        assert not any(record.error for record in records.values())
+        return {mode: record.rounds(Workload(2, 3, 4)) for mode, record in records.items()}
+
+    return run
+
+
+def test_starts_after_the_first_are_expected_to_be_faster(clocked):
+    """Where 124 s are left after a start of 91 s, another is tried, and then compared."""
+    assert clocked(215, native=91, fast=55, third=55) == {"native": 3, "fast": 3, "third": 0}
+    assert "start third" not in FakeEngine.log
+
+
+def test_a_start_that_takes_too_long_says_nothing_about_its_mode(clocked):
+    assert clocked(215, native=91, slow=200) == {"native": 0, "slow": 0}
+    assert "start slow" in FakeEngine.log
+
+
+def test_a_slow_start_leaves_the_others_time_to_be_compared(clocked):
+    found = clocked(300, native=91, fast=55, slow=200)
+    assert found == {"native": 3, "fast": 3, "slow": 0}
+    assert FakeEngine.log.index("stop slow") < FakeEngine.log.index("run native")
+    assert measuring.time.now == 300 - measuring.SECONDS_TO_MEASURE
+
+
+def test_results_name_no_folders_of_a_machine(bench, tmp_path, monkeypatch):
+    texts = {
+        "/tmp/e2e-x1/qwen3-0.6b": "qwen3-0.6b",
+        "mix=/home/me/a.yaml": "mix=a.yaml",
+        '{"model": "/models/a_b/m"}': '{"model": "m"}',
+        'File "/usr/lib/python3/x.py", line 1': 'File "x.py", line 1',
+        "build/out.json": "build/out.json",
+        "Qwen/Qwen3-8B at 3 tokens/s, https://vllm.ai/a/b":
+            "Qwen/Qwen3-8B at 3 tokens/s, https://vllm.ai/a/b",
+    }  # fmt: skip
+    assert without_folders(list(texts)) == list(texts.values())
+    monkeypatch.setattr(sys, "argv", ["e2e", "--out", f"{tmp_path}/out.json"])
+    made = bench("native", "fast")
+    record = made.results.models["model"]["fast"]
+    arguments = {"engine_arguments": {"model": f"{tmp_path}/tiny"}, "device": "", "versions": {}}
+    record.note_facts(arguments)
+    record.note_error(f"no file {tmp_path}/weights")
+    made.results.save()
+    text = (tmp_path / "out.json").read_text()
+    assert '"model": "tiny"' in text
+    assert "no file weights" in text
+    assert str(tmp_path.parent) not in text
+
+
+def test_kept_results_name_no_folders_of_a_machine():
+    for path in (BENCHMARKS / "results").glob("*.json"):
+        kept = json.loads(path.read_text())
+        assert without_folders(kept) == kept, path.name
 
 
 def test_a_mode_keeps_its_meaning(bench):

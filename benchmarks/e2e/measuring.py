@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 from benchmarks.e2e import agreement
 from benchmarks.e2e.modes import Mode
-from benchmarks.e2e.process import LOGPROBS, Engine, EngineFailed, stop_all
+from benchmarks.e2e.process import LOGPROBS, Engine, EngineFailed, NoAnswer, stop_all
 from benchmarks.e2e.results import Record, Results
 from benchmarks.e2e.workloads import CHECK, Workload
 
@@ -20,6 +22,10 @@ SECONDS_TO_MEASURE = 45.0
 """Left for timing when an engine is started."""
 SECONDS_TO_START = 60.0
 """Of a start, before one has been seen."""
+WARM_START = 0.6
+"""Of the first start's time: later ones find the files read and much compiled (91 s, then 55 s)."""
+LONGEST_STEP = 1800.0
+"""Seconds after which an engine that does not answer has failed."""
 
 
 class OutOfTime(Exception):
@@ -36,11 +42,6 @@ class Clock:
     def __init__(self, seconds: float | None) -> None:
         self._end = None if seconds is None else time.monotonic() + seconds
 
-    @property
-    def limit(self) -> float:
-        """Seconds that a step may take: what is left, or half an hour."""
-        return 1800.0 if self._end is None else max(1.0, self._end - time.monotonic())
-
     def need(self, seconds: float) -> None:
         """Check that there is time.
 
@@ -49,6 +50,26 @@ class Clock:
         """
         if self._end is not None and time.monotonic() + seconds > self._end:
             raise OutOfTime
+
+    @contextmanager
+    def step(self, keep: float = 0.0) -> Iterator[float]:
+        """Give the seconds that a step may wait for an engine.
+
+        Args:
+            keep: seconds that must be left after it.
+
+        Raises:
+            OutOfTime: there are none, or the engine has not answered within those left.
+        """
+        left = math.inf if self._end is None else self._end - keep - time.monotonic()
+        if left <= 0:
+            raise OutOfTime
+        try:
+            yield min(left, LONGEST_STEP)
+        except NoAnswer as error:
+            if left < LONGEST_STEP:
+                raise OutOfTime from error
+            raise
 
 
 @dataclass
@@ -140,10 +161,10 @@ class Bench:
             for mode in modes:
                 try:
                     self.clock.need(self._start_seconds + SECONDS_TO_MEASURE)
+                    self._start_in(alive, mode)
                 except OutOfTime:
                     out_of_time = True  # those that are alive can still be compared
                     break
-                self._start_in(alive, mode)
             if len(alive) > min(1, len(modes) - 1):
                 self._compare(alive)
                 self._take_turns(alive)
@@ -153,15 +174,22 @@ class Bench:
             raise OutOfTime
 
     def _start_in(self, alive: list[Live], mode: Mode) -> None:
-        """Start an engine and add it to those alive, unless it cannot run."""
+        """Start an engine and add it to those alive, unless it cannot run.
+
+        Raises:
+            OutOfTime: it takes too long; where others can be compared, their time is kept.
+        """
         record = self._records[mode.name]
         try:
-            engine, seconds = self._start(mode, record)
+            engine, seconds = self._start(mode, record, SECONDS_TO_MEASURE if alive[1:] else 0.0)
             alive.append(Live(engine, record))
             alive[-1].check = self._generate(engine, CHECK, logprobs=LOGPROBS)
         except EngineFailed as error:
             self._fail(alive, record, "at the start", error)
             return
+        except OutOfTime:
+            self._end(alive, record)
+            raise
         record.startup_seconds.append(seconds)
         if alive[0] is not alive[-1]:
             record.logprob_error = agreement.largest_error(alive[-1].check, alive[0].check)
@@ -169,27 +197,34 @@ class Bench:
         layers = ", ".join(f"{op} -> {impl}" for op, impl in record.facts["dispatched"].items())
         say(f"{mode.name} started in {seconds:.1f} s; dispatched: {layers or 'none'}")
 
-    def _start(self, mode: Mode, record: Record) -> tuple[Engine, float]:
-        """Start an engine; return it with the seconds until its first token."""
+    def _start(self, mode: Mode, record: Record, keep: float = 0.0) -> tuple[Engine, float]:
+        """Start an engine; return it with the seconds until its first token.
+
+        ``keep`` seconds must be left then.
+        """
         self._starts += 1
         say(f"starting {mode.name} on {self.key}")
         began = time.perf_counter()
         engine = Engine(mode.environ, self.folder / f"{self._starts}-{mode.name}.log")
         try:
-            facts = engine.ask(self.clock.limit, start=self.engine_arguments)
-            engine.generate(CHECK.prompts(self.vocabulary)[:1], 1, self.clock.limit)
+            with self.clock.step(keep) as limit:
+                facts = engine.ask(limit, start=self.engine_arguments)
+            with self.clock.step(keep) as limit:
+                engine.generate(CHECK.prompts(self.vocabulary)[:1], 1, limit)
             seconds = time.perf_counter() - began
             record.note_facts(facts)
         except BaseException:
             engine.stop()
             raise
-        self._start_seconds = max(self._start_seconds / 2, seconds)
+        next_start = seconds * WARM_START if self._starts == 1 else seconds
+        self._start_seconds = max(self._start_seconds / 2, next_start)
         self._warm.add(mode.name)
         return engine, seconds
 
     def _generate(self, engine: Engine, workload: Workload, **more: Any) -> dict[str, Any]:
         prompts = workload.prompts(self.vocabulary)
-        return engine.generate(prompts, workload.output, self.clock.limit, **more)
+        with self.clock.step() as limit:
+            return engine.generate(prompts, workload.output, limit, **more)
 
     def _fail(self, alive: list[Live], record: Record, where: str, error: EngineFailed) -> None:
         """Note that a mode cannot run, and end its engine.
@@ -197,14 +232,18 @@ class Bench:
         Raises:
             EngineFailed: it is the baseline, and nothing can be compared with it.
         """
-        record.error = f"{where}: {error}"
+        record.note_error(f"{where}: {error}")
         self.results.save()
         say(f"{record.mode} cannot run, {where}:\n{error}")
+        self._end(alive, record)
+        if record is self._records[self.modes[0].name]:
+            raise error
+
+    def _end(self, alive: list[Live], record: Record) -> None:
+        """End a mode's engine, if it is alive."""
         for live in [live for live in alive if live.record is record]:
             alive.remove(live)
             live.engine.stop()
-        if record is self._records[self.modes[0].name]:
-            raise error
 
     def _compare(self, alive: list[Live]) -> None:
         """Run every workload once untimed, which warms up, and compare the tokens."""
@@ -227,7 +266,8 @@ class Bench:
             self.results.save()
 
     def _next_tokens(self, live: Live, prompts: list[list[int]]) -> list[dict[str, float]]:
-        answer = live.engine.generate(prompts, 1, self.clock.limit, logprobs=LOGPROBS)
+        with self.clock.step() as limit:
+            answer = live.engine.generate(prompts, 1, limit, logprobs=LOGPROBS)
         return [steps[0] for steps in answer["logprobs"]]
 
     def _take_turns(self, alive: list[Live]) -> None:

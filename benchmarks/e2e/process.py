@@ -24,6 +24,10 @@ class EngineFailed(Exception):
     """An engine's process has ended or hung; the text is why."""
 
 
+class NoAnswer(EngineFailed):
+    """An engine has not answered within the time; stop it."""
+
+
 class Engine:
     """An engine in a process of its own, which leads a process group.
 
@@ -62,7 +66,8 @@ class Engine:
             command: the command; see engine.py.
 
         Raises:
-            EngineFailed: the process ended, or has not answered; stop it.
+            NoAnswer: the time is over.
+            EngineFailed: the process ended.
         """
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended, and the log says why
@@ -74,7 +79,7 @@ class Engine:
             if self._process.poll() is not None:
                 break
             if time.monotonic() > end:
-                raise EngineFailed(f"no answer within {limit:.0f} s\n{reason_in(self._log)}")
+                raise NoAnswer(f"no answer within {limit:.0f} s\n{reason_in(self._log)}")
         ready = select.select([self._answers], [], [], 0)[0]
         answer = self._answers.readline() if ready else ""
         if not answer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 import time
@@ -15,6 +16,18 @@ from benchmarks.e2e.agreement import describe
 from benchmarks.e2e.modes import Mode
 from benchmarks.e2e.workloads import Workload
 from vllm_fl.autotune.statistics import widest_estimate
+
+# The folders of an absolute path, as alone, in quotes, or after an = they can stand in a text.
+_FOLDERS = re.compile(r"""(?<![\w.:/-])/(?:[^/\s"',;:=()]+/)+""")
+
+
+def without_folders(value: Any) -> Any:
+    """Return JSON in which absolute paths have only their last part: no machine's are told."""
+    if isinstance(value, str):
+        return _FOLDERS.sub("", value)
+    if isinstance(value, dict):
+        return {key: without_folders(item) for key, item in value.items()}
+    return [without_folders(item) for item in value] if isinstance(value, list) else value
 
 
 @dataclass
@@ -64,7 +77,11 @@ class Record:
                     f"{self.mode} was measured with {self.facts[key]}, and here is {facts[key]}: "
                     "give another --out"
                 )
-        self.facts = facts
+        self.facts = without_folders(facts)
+
+    def note_error(self, error: str) -> None:
+        """Remember why the mode cannot run."""
+        self.error = without_folders(error)
 
 
 class Results:
@@ -77,7 +94,7 @@ class Results:
     def __init__(self, path: Path) -> None:
         self._path = path
         content = json.loads(path.read_text()) if path.exists() else {}
-        self._commands = [*content.get("commands", ()), sys.argv[1:]]
+        self._commands = [*content.get("commands", ()), without_folders(sys.argv[1:])]
         self._date = time.strftime("%Y-%m-%d %H:%M:%S %z")
         self.models: dict[str, dict[str, Record]] = {
             model: {mode: Record(**record) for mode, record in records.items()}

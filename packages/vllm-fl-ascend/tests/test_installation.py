@@ -134,7 +134,7 @@ def test_a_torch_npu_that_cannot_be_imported(tmp_path):
 
     reason = "the driver's libascend_hal.so is not found"
     listed = command("list")
-    assert f"The device cpu is not used: {reason}" in listed.stdout, listed.stderr
+    assert f"The device cpu of ascend is not used: {reason}" in listed.stdout, listed.stderr
     assert reason in command("explain", "silu_and_mul").stdout
     call = ("explain", "silu_and_mul", "--args", "x=float16[4,8]")
     for arguments in (call, ("verify", "ascend")):

@@ -122,6 +122,16 @@ def test_explain_shows_notes(capsys, impl):
     assert "vendor.plain: " not in text
 
 
+def test_explain_names_what_nothing_has(capsys, impl):
+    order = {"silu_and_mul": ["vendor:Acme", "vendor:acme", "impl:mine"]}
+    set_global_policy(SelectionPolicy.from_dict(per_op_order=order))
+    get_default_manager().registry.register_impl(impl("vendor.acme", vendor="acme"))
+    first, second = json.loads(output(capsys, "explain", "silu_and_mul", "--json"))["unmatched"]
+    assert first.startswith("No implementation is 'vendor:Acme'. Did you mean 'vendor:acme'?")
+    assert second.startswith("No implementation is 'impl:mine'. Allowed: impl:")
+    assert first in output(capsys, "explain", "silu_and_mul")
+
+
 def test_explain_a_call(capsys, impl):
     pytest.importorskip("torch")
     get_default_manager().registry.register_impl(

@@ -81,6 +81,7 @@ def test_a_failure_is_reported_with_its_case(acme, verify) -> None:
     assert "silu_and_mul/values/float32-3x24-columns" in done.stdout
     assert "elements are wrong; at (" in done.stdout
     assert "[100%]" in done.stderr  # progress
+    assert "operator  " not in done.stderr  # the tables are told once
     assert "\ndriver: 1.2\ntoolkit: none\n" in done.stdout
     commands = "`vllm-fl verify acme --json` and `vllm-fl doctor --json`"
     assert done.stdout.endswith(f"To report this, send what {commands} print.\n")
@@ -152,7 +153,18 @@ def test_a_selection_of_nothing_is_an_error(acme, verify) -> None:
     acme({})
     done = verify("acme", "-k", "toaster")
     assert done.returncode == 2
-    assert "ConfigError: nothing was verified" in done.stdout
+    assert "ConfigError: nothing was verified: -k 'toaster' selects no case of acme." in done.stdout
+
+
+def test_cases_that_fail_alike_are_told_together(wheels, verify) -> None:
+    code = ACME.replace('supports="acme:supports"', "").replace(
+        "def silu_and_mul(x)", "def silu_and_mul(x, y)"
+    )
+    wheels.add("acme", code.format(known_failures={}))
+    done = verify("acme", "-k", "values and float32")
+    assert done.returncode == 1
+    assert done.stdout.count("it requires a parameter 'y' that the operator does not have") == 1
+    assert re.search(r"silu_and_mul/values/float32\S+ and \d+ more\n", done.stdout)
 
 
 def test_an_implementation_can_be_named_by_its_id(acme, verify) -> None:

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = make_parser()
     arguments, others = parser.parse_known_args(argv)
     if others and arguments.run is not profile.run:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+        arguments.parser.error(f"unrecognized arguments: {' '.join(others)}")
     arguments.engine_arguments = others
     status = 0
     try:
@@ -68,7 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
     def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         added.add_argument("--json", action="store_true", help="print JSON")
-        added.set_defaults(run=run)
+        added.set_defaults(run=run, parser=added)
         return added
 
     def report(name: str, run: Callable[[argparse.Namespace], str], text: str) -> Any:
@@ -120,7 +120,7 @@ def _list(arguments: argparse.Namespace) -> str:
     ]
     names = {row["name"]: row["device"] for row in found}
     refused = [
-        f"The device {names[name]} is not used: {decision.reason}"
+        f"The device {names[name]} of {name} is not used: {decision.reason}"
         for name, decision in choice.claims.items()
         if not decision
     ]
@@ -166,6 +166,7 @@ def _decided(name: str, decided: dict[str, Any], mode: str) -> list[str]:
             for row in decided["implementations"]
             if row["note"]
         ),
+        *(f"\n{text}" for text in decided["unmatched"]),
         *([] if decided["chosen"] else ["", f"Nothing runs {name} under this policy."]),
     ]
 

@@ -63,6 +63,12 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
     options += ["-q", "--tb=no", "--no-header", "--no-summary", "--disable-warnings"]
     with contextlib.redirect_stdout(sys.stderr):
         status = pytest.main(options, plugins=[tally])
+    if status == pytest.ExitCode.NO_TESTS_COLLECTED:
+        raise ConfigError(
+            f"nothing was verified: -k {arguments.expression!r} selects no case of "
+            f"{target.name}. Allowed: words of a case's name joined by `and`, `or` and `not`, "
+            "as in -k 'rms_norm and values and bfloat16'."
+        )
     if status not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         raise ConfigError(f"nothing was verified: pytest ended with {pytest.ExitCode(status)!r}")
     passed = status == pytest.ExitCode.OK

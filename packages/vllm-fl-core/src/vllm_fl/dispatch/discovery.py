@@ -294,7 +294,7 @@ def _registration_function(target: Any) -> Callable[[OpRegistry], object]:
     if not callable(function):
         raise BackendLoadError(
             f"{target!r} is neither a Backend class nor a function register_builtins(registry), "
-            "nor a module that has one"
+            "nor a module that has one; name a class as module:Class"
         )
     return function  # type: ignore[no-any-return]
 

@@ -9,11 +9,12 @@ from typing import Any
 
 from vllm_fl.dispatch import discovery, env, state
 from vllm_fl.dispatch.backend import Backend
-from vllm_fl.dispatch.errors import VllmFLError
+from vllm_fl.dispatch.errors import VllmFLError, nearest
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
 from vllm_fl.dispatch.phases import split_name
-from vllm_fl.dispatch.policy import Ranking
+from vllm_fl.dispatch.policy import Ranking, match_token
+from vllm_fl.dispatch.types import OpImpl
 
 _PACKAGES = ("vllm-fl-core", "vllm", "torch", "triton", "flag-gems", "transformers")
 
@@ -77,7 +78,19 @@ def _decided(ranking: Ranking, own_order: tuple[str, ...] | None) -> dict[str, A
         "order": list(order),
         "source": _source_of_order(ranking.op_name, order),
         "implementations": rows,
+        "unmatched": _unmatched(order, [impl for impl, *_ in decisions]),
     }
+
+
+def _unmatched(order: tuple[str, ...], impls: list[OpImpl]) -> list[str]:
+    """Say which names in an order nothing has: a vendor that is misspelt or not installed."""
+    names = {f"impl:{impl.impl_id}" for impl in impls}
+    names |= {f"vendor:{impl.vendor}" for impl in impls if impl.vendor is not None}
+    return [
+        f"No implementation is {token!r}. {nearest(token, names)}"
+        for token in order
+        if ":" in token and not any(match_token(impl, token) for impl in impls)
+    ]
 
 
 def _source_of_order(name: str, order: tuple[str, ...]) -> str:

@@ -7,15 +7,18 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
+from importlib.util import find_spec
 
 from packaging.version import Version
 
 from vllm_fl.dispatch.backend import BACKEND_API
+from vllm_fl.dispatch.discovery import PLUGIN_GROUP
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.types import BackendImplKind
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
+_PACKAGE = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 _TAKEN = {kind.value for kind in BackendImplKind} | {"default"}
 
 
@@ -39,20 +42,26 @@ class Project:
         if not _NAME.fullmatch(self.name) or self.name in _TAKEN:
             raise ConfigError(
                 f"{self.name!r} cannot be a backend's name. Allowed: lower-case letters, digits, "
-                f"'-' and '_', a letter first, and none of {', '.join(sorted(_TAKEN))}."
+                f"'-' and '_' between them, a letter first, and none of "
+                f"{', '.join(sorted(_TAKEN))}. Give another, as in acme."
             )
         word = self.import_name
-        taken = keyword.iskeyword(word) or word in sys.stdlib_module_names or word == "vllm_fl"
-        if not (word.isascii() and word.isidentifier() and word == word.lower()) or taken:
+        if not _PACKAGE.fullmatch(word) or keyword.iskeyword(word):
             raise ConfigError(
-                f"{word!r} cannot be the import name. Allowed: a lower-case Python identifier that "
-                "is no keyword and no module of Python or vllm-fl, as in vllm_fl_acme."
+                f"{word!r} cannot be the import name. Allowed: lower-case letters, digits and '_' "
+                "between them, a letter first, and no keyword of Python. Give another, as in "
+                "--import-name vllm_fl_acme."
+            )
+        if word in sys.stdlib_module_names or _is_installed(word, self.name):
+            raise ConfigError(
+                f"{word!r} cannot be the import name: Python or an installed package has it, and "
+                "the wheel would replace that. Give another, as in --import-name vllm_fl_acme."
             )
 
     @property
     def distribution(self) -> str:
         """The wheel's name on a package index."""
-        return self.import_name.replace("_", "-").strip("-")
+        return self.import_name.replace("_", "-")
 
     @property
     def title(self) -> str:
@@ -110,3 +119,12 @@ class Project:
             path: templates.get_template(f"{template}.jinja").render(p=self, api=BACKEND_API)
             for template, path in self.paths()
         }
+
+
+def _is_installed(import_name: str, backend: str) -> bool:
+    """Whether a package other than an earlier version of this backend's has the name."""
+    spec = find_spec(import_name)
+    if spec is None or spec.origin is None:  # without an origin it is just a folder of that name
+        return False
+    entries = entry_points(group=PLUGIN_GROUP, name=backend)
+    return import_name not in {entry.module.partition(".")[0] for entry in entries}

@@ -32,8 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print the table."""
+    """Print the table, unless ``--no-summary`` asks for none, which pytest 9 leaves to plugins."""
     tally = config.stash[TALLY]
-    if tally.counts:
+    if tally.counts and not config.getoption("no_summary"):
         terminalreporter.section("vllm-fl conformance")
         terminalreporter.write_line(tally.as_text())

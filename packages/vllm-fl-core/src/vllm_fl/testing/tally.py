@@ -9,7 +9,7 @@ from typing import Any
 from vllm_fl.cli.tables import table
 
 OUTCOMES = ("passed", "failed", "excluded", "declined", "refused", "skipped")
-SHOWN = 10  # failures an operator
+SHOWN = 10  # kinds of failures an operator
 
 
 @dataclass(eq=False)
@@ -71,7 +71,11 @@ class Tally:
         }
 
     def as_text(self) -> str:
-        """Return the table, the reasons below it, the notes and the first failures."""
+        """Return the table, the reasons below it, the notes and the first failures.
+
+        Cases that failed with one error, as all of a function with a wrong signature do, are told
+        together.
+        """
         rows = [
             [op_name, *(str(counts[outcome]) for outcome in OUTCOMES)]
             for op_name, counts in self.counts.items()
@@ -90,9 +94,15 @@ class Tally:
             ]
             parts.append(table(["operator", "cases", "note"], lines))
         for op_name, failures in self.failures.items():
-            shown = [f"  {case}\n    {error}" for case, error in failures[:SHOWN]]
-            if len(failures) > SHOWN:
-                shown.append(f"  ... and {len(failures) - SHOWN} more")
+            cases: dict[str, list[str]] = defaultdict(list)
+            for case, error in failures:
+                cases[error].append(case)
+            shown = [
+                f"  {first}{f' and {len(others)} more' if others else ''}\n    {error}"
+                for error, (first, *others) in list(cases.items())[:SHOWN]
+            ]
+            untold = sum(map(len, list(cases.values())[SHOWN:]))
+            shown += [f"  ... and {untold} more"] if untold else []
             parts.append("\n".join([f"Failed cases of {op_name}:", *shown]))
         return "\n\n".join(parts)
 

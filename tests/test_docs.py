@@ -61,7 +61,7 @@ def is_run(words: list[str]) -> bool:
     return (
         words[0] == "vllm-fl"
         and words[1] in ("list", "explain", "config", "doctor", "verify", "profile")
-        and not {"MODEL", "acme", "cuda", "ascend", "flaggems"} & set(words)
+        and not {"MODEL", "acme", "vendor.acme", "cuda", "ascend", "flaggems"} & set(words)
         and words[1:] != ["verify", "reference"]
     )
 

@@ -33,7 +33,7 @@ def environment() -> str:
         "A variable that is not set, or empty, has its default. What cannot be understood is an "
         "error. `vllm-fl config` prints every setting with where its value came from.",
         "",
-        "| variable | value | default | key in YAML | meaning |",
+        "| variable | meaning | value | default | key in YAML |",
         "| --- | --- | --- | --- | --- |",
     ]
     for variable in env.VARIABLES:
@@ -44,10 +44,10 @@ def environment() -> str:
         key = keys.get(variable.name)
         row = (
             f"`{variable.name}`",
+            cell(variable.doc),
             cell(variable.form),
             cell(shown),
             f"`{key}`" if key else "-",
-            cell(variable.doc),
         )
         lines.append(f"| {' | '.join(row)} |")
     return NOTE + "\n".join(lines) + "\n"

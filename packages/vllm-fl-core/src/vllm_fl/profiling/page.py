@@ -9,14 +9,17 @@ _COLOURS = (
     "#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f",
     "#bcbd22", "#17becf",
 )  # fmt: skip
+_VIEWPORT = '<meta name="viewport" content="width=device-width, initial-scale=1">'
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; width: 100%; margin: 1rem 0 }
 th, td { text-align: left; padding: .2rem .6rem; border-bottom: 1px solid #ddd }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+td.o { white-space: nowrap } td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
 .bar { display: flex; height: 1.8rem; margin: .2rem 0 1rem } .bar span { display: block }
 .key span { display: inline-block; width: .9rem; height: .9rem; margin: 0 .3rem 0 1rem }
-code { overflow-wrap: anywhere; font-size: 85% }
+h1, code { overflow-wrap: anywhere } code { font-size: 85% }
+/* On a narrow screen a table scrolls inside its own box, so that names stay legible. */
+.wide { overflow-x: auto } .wide table { min-width: 36rem }
 """
 
 
@@ -34,12 +37,13 @@ def render(data: dict[str, Any]) -> str:
     )
     bars = "".join(_bar(name, found, colour, unit) for name, found in phases.items())
     return (
-        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
+        f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">{_VIEWPORT}'
+        f"<title>{escape(title)}</title>"
         f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>"
         f"<p>{work['batch']} requests of {work['prompt']} + {work['output']} tokens.</p>"
         f'{bars}<p class="key">{key}</p>'
-        f"<h2>Operations</h2>{_table(phases['all']['operations'], ['op', 'origin'])}"
-        f"<h2>Kernels</h2>{_table(phases['all']['kernels'], ['kernel', 'op', 'origin'])}"
+        f"<h2>Operations</h2>{_table(phases['all']['operations'], ['op'])}"
+        f"<h2>Kernels</h2>{_table(phases['all']['kernels'], ['kernel', 'op'])}"
         f"<h2>What ran</h2><table>{''.join(_fact(*item) for item in facts.items())}</table>"
         "</body></html>\n"
     )
@@ -60,15 +64,15 @@ def _bar(name: str, found: dict[str, Any], colour: dict[str, str], unit: str) ->
 def _table(rows: list[dict[str, Any]], columns: list[str]) -> str:
     head = "".join(f"<th>{column}</th>" for column in columns)
     lines = "".join(
-        "<tr>"
+        f'<tr><td class="n">{row["share"]:.2%}</td>'
         + "".join(f"<td><code>{escape(str(row[column]))}</code></td>" for column in columns)
-        + f'<td class="n">{row["share"]:.2%}</td><td class="n">{row["us"] / 1000:.3f}</td>'
+        + f'<td class="o">{escape(row["origin"])}</td><td class="n">{row["us"] / 1000:.3f}</td>'
         + f'<td class="n">{row["calls"]}</td></tr>'
         for row in rows
     )
     return (
-        f'<table><tr>{head}<th class="n">share</th><th class="n">ms</th><th class="n">calls</th>'
-        f"</tr>{lines}</table>"
+        f'<div class="wide"><table><tr><th class="n">share</th>{head}<th>origin</th>'
+        f'<th class="n">ms</th><th class="n">calls</th></tr>{lines}</table></div>'
     )
 
 

@@ -106,7 +106,7 @@ def test_commands_are_what_they_say(line, tmp_path, monkeypatch, capsys):
     variables, words = split(line)
     assert words[0] in CHECKS, f"no test knows how to check {words[0]!r}"
     monkeypatch.chdir(ROOT)
-    for name in ("CONFIG", "TUNED_DIR", "FLAGOS_WHITELIST", "FLAGOS_BLACKLIST"):
+    for name in ("CONFIG", "TUNED_DIR", "PLUGIN_MODULES", "FLAGOS_WHITELIST", "FLAGOS_BLACKLIST"):
         variables.pop(f"VLLM_FL_{name}", None)  # need files, or names that flag_gems knows
     if any(name.startswith("VLLM_FL_") for name in variables):
         done = subprocess.run(

@@ -5,6 +5,7 @@ The latter run in vLLM in test_dispatch_in_vllm.py.
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -59,6 +60,44 @@ def test_a_template_without_options_is_a_wheel_of_operators(overlay, tmp_path):
     assert done.returncode == 0, done.stdout
     # Its own name is no other package's: the project can be written again, with more options.
     overlay.fl("new-backend", "grace-x", "--with-platform", "--out", tmp_path / "again")
+
+
+@pytest.fixture
+def guide(tmp_path):
+    """The project that docs/vendors.md writes by hand, beside a folder with its library."""
+    text = (ROOT / "docs" / "vendors.md").read_text()
+    (pyproject,) = re.findall(r"```toml\n(.*?)```", text, re.S)
+    files = re.findall(r"```python\n# (\S+)\n(.*?)```", text, re.S)
+    empty = [(f"vllm_fl_acme/{folder}__init__.py", "") for folder in ("", "impl/")]
+    library = ("../library/acme_rt.py", "")
+    for name, code in (("pyproject.toml", pyproject), *files, *empty, library):
+        target = tmp_path / "guide" / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(code)
+    return tmp_path / "guide"
+
+
+def test_the_guide_by_hand_from_an_entry_point(overlay, guide):
+    overlay.install(build_wheel(guide))
+    assert overlay.backends()["acme"]["usable"]
+    chosen = overlay.fl("explain", "silu_and_mul", VLLM_FL_PREFER="vendor")["implementations"]
+    (row,) = [row for row in chosen if row["impl_id"] == "vendor.acme"]
+    assert (row["decision"], row["reason"]) == ("refused", "acme_rt is not installed")
+    env = {"PYTHONPATH": str(guide.parent / "library"), "VLLM_FL_PREFER": "vendor"}
+    assert overlay.decisions("silu_and_mul", **env)["vendor.acme"][1] == "chosen"
+    assert verified(overlay.fl("verify", "acme", "-k", FEW, **env)) == {"silu_and_mul"}
+
+
+@pytest.mark.parametrize(
+    ("value", "name"), [("backend:AcmeBackend", "acme"), ("register_ops", "vendor.acme")]
+)
+def test_the_guide_by_hand_from_a_named_module(overlay, guide, value, name):
+    path = f"{guide}:{guide.parent / 'library'}"
+    env = {"PYTHONPATH": path, "VLLM_FL_PLUGIN_MODULES": f"vllm_fl_acme.{value}"}
+    assert f"VLLM_FL_PLUGIN_MODULES={env['VLLM_FL_PLUGIN_MODULES']} vllm-fl verify {name}" in (
+        (ROOT / "docs" / "vendors.md").read_text()
+    )
+    assert verified(overlay.fl("verify", name, "-k", FEW, **env)) == {"silu_and_mul"}
 
 
 def test_three_written_steps_from_an_entry_point(overlay, tmp_path):

@@ -183,6 +183,7 @@ def test_the_page_needs_no_network_and_escapes():
     assert parser.links == []
     assert "script" not in parser.tags
     assert "<model>" not in text
+    assert '<meta name="viewport"' in text  # so that a phone does not shrink it
     assert 'title="PyTorch: 90.0%"' in text
 
 

@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
         import torch  # noqa: F401
     except ImportError as error:
         raise ConfigError(
-            f"`vllm-fl verify` needs pytest and torch ({error}): "
-            "pip install 'vllm-fl-core[testing]'"
+            f"`vllm-fl verify` needs pytest and torch ({error}): pip install "
+            "'vllm-fl-core[testing]', and torch as vLLM's documentation says for the device"
         ) from error
     from vllm_fl.testing import suite
     from vllm_fl.testing.tally import Tally

@@ -205,12 +205,21 @@ def test_a_wheel_without_metadata_is_still_found_by_its_entry_point(acme):
     assert report["impls"]["silu_and_mul"] == [["vendor.acme", ""]]
 
 
+def test_an_operator_that_names_no_function_is_told(wheels):
+    code = GOOD.format(name="acme").replace('{"silu', '{"rms_norm": 3, "silu')
+    wheels.add("acme", code)
+    problems = wheels.python(REPORT)["problems"]["acme"]
+    assert problems == [
+        "acme: operators['rms_norm'] is 3. Allowed: 'module:function', or an Implementation."
+    ]
+
+
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
         ("import sys; sys.exit('bye')", "it cannot be loaded: SystemExit: bye"),
-        (GOOD.format(name="bad") + "    device = 'npu'\n", "its device is 'npu'"),
-        (GOOD.format(name="bad") + "    operators = ['a']\n", "its operators is ['a']"),
+        (GOOD.format(name="bad") + "    device = 'npu'\n", "its device is 'npu', not a Device or"),
+        (GOOD.format(name="bad") + "    operators = ['a']\n", "['a'], not a mapping from"),
         (GOOD.format(name="bad") + "    api_version = '1.0'\n", "its api_version is '1.0'"),
     ],
 )

@@ -57,12 +57,13 @@ def test_availability_is_asked_through_the_function_s_attribute(impl):
     assert one.availability().reason == "no driver"
 
 
-def test_an_availability_check_that_raises_is_a_no(impl):
+@pytest.mark.parametrize("error", [OSError, SystemExit])
+def test_an_availability_check_that_raises_is_a_no(impl, error):
     def broken():
-        raise OSError("libacme.so")
+        raise error("libacme.so")
 
     decision = impl("vendor.acme", available=broken).availability()
-    assert decision == Decision.no("its availability check raised OSError: libacme.so")
+    assert decision == Decision.no(f"its availability check raised {error.__name__}: libacme.so")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from vllm_fl.dispatch.errors import RegistrationError
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl
 
@@ -140,6 +141,11 @@ class Backend:
         declared = self.operators.get(op_name)
         if isinstance(declared, str):
             declared = Implementation(declared)
+        if not isinstance(declared, (Implementation, type(None))):
+            raise RegistrationError(
+                f"{self.name}: operators[{op_name!r}] is {declared!r}. Allowed: 'module:function', "
+                "or an Implementation."
+            )
         declared_facts = vars(declared) if declared is not None else {"fn": getattr(self, op_name)}
         return OpImpl(
             op_name=op_name,

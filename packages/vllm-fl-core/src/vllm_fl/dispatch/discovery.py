@@ -272,9 +272,13 @@ def _accept_backend(record: DiscoveredBackend, backend: Backend) -> None:
         raise BackendLoadError(
             f"the entry point is named {record.name!r} but its backend {backend.name!r}"
         )
-    for name, kind in (("operators", Mapping), ("device", (Device, type(None))), ("name", str)):
+    for name, kind, allowed in (
+        ("operators", Mapping, "a mapping from operators to 'module:function'"),
+        ("device", (Device, type(None)), "a Device or None"),
+        ("name", str, "a text"),
+    ):
         if not isinstance(getattr(backend, name), kind):
-            raise BackendLoadError(f"its {name} is {getattr(backend, name)!r}")
+            raise BackendLoadError(f"its {name} is {getattr(backend, name)!r}, not {allowed}")
     needed = backend.api_version
     if not (isinstance(needed, tuple) and [type(n) for n in needed] == [int, int]):
         raise BackendLoadError(f"its api_version is {needed!r}, not a pair of integers")

@@ -192,7 +192,7 @@ class OpImpl:
             return YES
         try:
             return Decision.of(probe(), "its backend reports that it is not available here")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             return Decision.no(f"its availability check raised {type(error).__name__}: {error}")
 
     def is_available(self) -> bool:

@@ -14,8 +14,9 @@ before the =, with a configuration of one's own. Weights are random, from fixed 
 every mode.
 
 The engines of a model, the baseline first, start one after another and stay alive together, as many
-as the memory holds. After one run that is not timed they take turns, round after round, so that
-what the machine does in the meantime meets all of them; those whose turn it is not wait for input.
+as the memory holds. After one run that is not timed they take turns, round after round, another
+one first in each, so that what the machine does in the meantime meets all of them; those whose turn
+it is not wait for input.
 A ratio is taken within a round. With --restarts every mode is then started alone from a warm cache,
 in turns, too.
 

@@ -283,7 +283,9 @@ class Bench:
 
     def _take_turn(self, alive: list[Live], workload: Workload) -> None:
         rates: dict[str, float] = {}
-        for live in list(alive):
+        # Another one begins each round: what comes before a run may make it faster or slower.
+        first = alive[0].record.rounds(workload) % len(alive)
+        for live in alive[first:] + alive[:first]:
             try:
                 answer = self._generate(live.engine, workload)
             except EngineFailed as error:

@@ -47,20 +47,27 @@ def bars(axes: Any, groups: Sequence[str], series: dict[str, list[float | None]]
     axes.set_xticks(range(len(groups)), groups, fontsize=8, **slanted)
 
 
+def panels_of(count: int, height: float) -> tuple[Figure, list[Any]]:
+    """Return a figure and its panels, one above another, each so many inches high."""
+    size = (9, height * count)
+    figure, panels = pyplot.subplots(count, 1, figsize=size, squeeze=False, layout="constrained")
+    return figure, list(panels[:, 0])
+
+
 def kernels(result: dict[str, Any]) -> Figure:
     """Draw the times of one run of the kernel benchmark: a panel an operator."""
     by_op: dict[str, list[dict[str, Any]]] = {}
     for row in result["rows"]:
         by_op.setdefault(row["op"], []).append(row)
-    figure, panels = pyplot.subplots(len(by_op), 1, figsize=(9, 3 * len(by_op)), squeeze=False)
-    for axes, (op, rows) in zip(panels[:, 0], by_op.items(), strict=True):
+    figure, panels = panels_of(len(by_op), 3)
+    for axes, (op, rows) in zip(panels, by_op.items(), strict=True):
         names = list(dict.fromkeys(name for row in rows for name in row["us"]))
         shapes = ["x".join(map(str, row["shape"])) for row in rows]
         bars(axes, shapes, {name: [row["us"].get(name) for row in rows] for name in names})
         axes.set_yscale("log")
         axes.set_ylabel("µs")
         axes.set_title(op, fontsize=10, loc="left")
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.suptitle(f"Time of a call, {described(result['device'], result['versions'])}")
     return figure
 
@@ -68,9 +75,9 @@ def kernels(result: dict[str, Any]) -> Figure:
 def end_to_end(result: dict[str, Any]) -> Figure:
     """Draw the speeds of one run of benchmarks/e2e over its baseline: a panel a model."""
     models = result["models"]
-    figure, panels = pyplot.subplots(len(models), 1, figsize=(9, 3.4 * len(models)), squeeze=False)
+    figure, panels = panels_of(len(models), 3.4)
     facts: dict[str, Any] = {}
-    for axes, (model, modes) in zip(panels[:, 0], models.items(), strict=True):
+    for axes, (model, modes) in zip(panels, models.items(), strict=True):
         ran = {mode: row for mode, row in modes.items() if row["output_tokens_per_second"]}
         facts = next(iter(ran.values()))["facts"] if ran else facts
         workloads = list(dict.fromkeys(w for r in ran.values() for w in r["ratio"]))
@@ -86,11 +93,11 @@ def end_to_end(result: dict[str, Any]) -> Figure:
         ]
         bars(axes, labels, series or {"nothing ran": []})
         axes.axhline(1.0, color="black", linewidth=0.8)
-        failed = [mode for mode in modes if mode not in ran]
+        failed = [mode for mode, row in modes.items() if row["error"]]
         note = f"; could not run: {', '.join(failed)}" if failed else ""
         axes.set_title(f"{model}{note}", fontsize=10, loc="left")
         axes.set_ylabel("output tokens/s over the first mode's")
-        axes.legend(fontsize=8, loc="lower right")
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     device = described(facts.get("device", "nothing ran"), facts.get("versions", {}))
     figure.suptitle(f"Batch x prompt x output, {device}", fontsize=10)
     return figure
@@ -120,7 +127,6 @@ def main() -> None:
             sys.exit(f"{path} is a result of neither benchmark")
         else:
             continue
-        figure.tight_layout()
         target = arguments.out / f"{path.stem}.png"
         figure.savefig(target, dpi=110)
         pyplot.close(figure)

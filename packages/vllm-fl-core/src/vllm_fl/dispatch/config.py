@@ -7,7 +7,7 @@ a tuned configuration for the model, the defaults file of the platform, built-in
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_fl.dispatch import env
@@ -17,8 +17,6 @@ from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.dispatch.settings import BUILT_IN, BY_KEY, IN_FILES, SETTINGS, Value
 from vllm_fl.dispatch.types import YES, Decision
 
-_OF_PLATFORM = " (platform defaults)"
-
 
 @dataclass(frozen=True)
 class Config:
@@ -27,18 +25,20 @@ class Config:
     Attributes:
         values: every setting.
         ignored: set environment variables that the file of VLLM_FL_CONFIG overrides.
+        defaults: what the platform's defaults file gives.
     """
 
     values: Mapping[str, Value]
     ignored: tuple[str, ...] = ()
+    defaults: Mapping[str, Value] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key].value
 
     def is_user_s(self, key: str) -> bool:
         """Whether a setting comes from a layer above the platform's defaults."""
-        source = self.values[key].source
-        return source != BUILT_IN and not source.endswith(_OF_PLATFORM)
+        value = self.values[key]
+        return value.source != BUILT_IN and value != self.defaults.get(key)
 
     def policy(self) -> SelectionPolicy:
         """Return the policy that the values describe.
@@ -95,14 +95,16 @@ def load(defaults: str | None = None, environ: Mapping[str, str] | None = None) 
         overridden = [BY_KEY[key].variable.name for key in variables if key in IN_FILES]
         overridden += [v.name for v in (env.TUNED_DIR, env.TUNED_FILE) if v.is_set(environ)]
         return Config(values, tuple(sorted(overridden)))
+    of_platform: dict[str, Value] = {}
     if defaults is not None:
         text, where = read_resource(defaults)
-        _lay(values, parse_file(text, f"{where}{_OF_PLATFORM}"))
+        of_platform = parse_file(text, f"{where} (platform defaults)")
+        _lay(values, of_platform)
     tuned_file = env.TUNED_FILE.read(environ)
     if tuned_file is not None:
         _lay(values, parse_file(read(tuned_file), f"{tuned_file} (tuned)"))
     _lay(values, variables)
-    return Config(values)
+    return Config(values, defaults=of_platform)
 
 
 def _lay(values: dict[str, Value], upper: Mapping[str, Value]) -> None:

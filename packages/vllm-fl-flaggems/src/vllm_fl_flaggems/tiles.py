@@ -195,8 +195,12 @@ def heads_together(kv_heads: int, read: int) -> int:
         kv_heads: how many there are.
         read: bytes of keys and values of a head that are read at the same time, about.
     """
-    most = max(1, _CACHED // read)
-    return max(n for n in range(1, kv_heads + 1) if kv_heads % n == 0 and n <= most)
+    return _largest_divisor(kv_heads, min(kv_heads, max(1, _CACHED // read)))
+
+
+@functools.cache
+def _largest_divisor(number: int, most: int) -> int:
+    return next(n for n in range(most, 0, -1) if number % n == 0)
 
 
 @functools.cache

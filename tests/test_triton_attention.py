@@ -23,16 +23,27 @@ BY_PHASE = (
 )
 
 
-def test_chunked_prefill_beside_decodes(vllm, tiny_model, prompts, expected):
-    """Long prompts in chunks of 64 tokens, beside requests that decode already."""
-    chosen = [0, 6, 12]
-    result = vllm(
-        tiny_model, [prompts[i] for i in chosen],
-        new_tokens=NEW_TOKENS, env=TRITON, max_num_batched_tokens=64, enable_prefix_caching=False,
-    )  # fmt: skip
-    assert [output["tokens"] for output in result["outputs"][0]] == [
-        expected[i][:NEW_TOKENS] for i in chosen
-    ]
+@pytest.fixture
+def generate(vllm, tiny_model, prompts, expected):
+    """Generate with long prompts, in chunks of 64 tokens beside requests that decode already."""
+
+    def run(env):
+        chosen = [0, 6, 12]
+        result = vllm(
+            tiny_model, [prompts[i] for i in chosen],
+            new_tokens=NEW_TOKENS, env=env, max_num_batched_tokens=64, enable_prefix_caching=False,
+        )  # fmt: skip
+        assert [output["tokens"] for output in result["outputs"][0]] == [
+            expected[i][:NEW_TOKENS] for i in chosen
+        ]
+        return result
+
+    return run
+
+
+def test_chunked_prefill_beside_decodes(generate):
+    """One implementation throughout."""
+    result = generate(TRITON)
     assert f"Attention backend: {BACKEND} (default.flagos" in result["log"]
     used = {row["op"]: row["implementation"] for row in result["operators"][0]}
     calls = {row["op"]: row["calls"] for row in result["operators"][0]}
@@ -41,17 +52,9 @@ def test_chunked_prefill_beside_decodes(vllm, tiny_model, prompts, expected):
     assert used["rms_norm"] == "reference.torch"
 
 
-def test_decode_and_prefill_by_different_implementations(vllm, tiny_model, prompts, expected):
+def test_decode_and_prefill_by_different_implementations(generate):
     """Decode by Triton, prefill by plain PyTorch; a step with both is prefill."""
-    chosen = [0, 6, 12]
-    env = {**TRITON, "VLLM_FL_PER_OP": BY_PHASE}
-    result = vllm(
-        tiny_model, [prompts[i] for i in chosen],
-        new_tokens=NEW_TOKENS, env=env, max_num_batched_tokens=64, enable_prefix_caching=False,
-    )  # fmt: skip
-    assert [output["tokens"] for output in result["outputs"][0]] == [
-        expected[i][:NEW_TOKENS] for i in chosen
-    ]
+    result = generate({**TRITON, "VLLM_FL_PER_OP": BY_PHASE})
     assert f"Attention backend for decode: {BACKEND} (default.flagos" in result["log"]
     assert "Attention backend for prefill: vllm_fl_reference.attention" in result["log"]
     used = {row["op"]: row["implementation"] for row in result["operators"][0]}

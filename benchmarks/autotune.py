@@ -36,7 +36,7 @@ from vllm_fl.dispatch.ops import CATALOGUE
 BASE = "base"
 TUNED = "tuned"
 VENDOR = "vendor"
-SECONDS_TO_COMPARE = 240.0
+SECONDS_TO_COMPARE = 180.0
 """Starting the engines of the comparison and its first rounds take about so long."""
 GRACE = 30.0
 """Seconds after the time budget in which a tuner ends by itself, or is killed."""

@@ -120,13 +120,15 @@ class FakeEngine:
 
     def __init__(self, environ, log):
         self.mode = log.stem.partition("-")[2]
+        self.born = measuring.time.monotonic()
         self.log.append(f"start {self.mode}")
 
     def ask(self, limit, start):
         if self.mode == "broken":
             raise EngineFailed("planted")
         needed = self.starts.get(self.mode, 0.0)
-        measuring.time.sleep(min(needed, limit))
+        if needed:
+            measuring.time.wait_until(self.born + min(needed, limit))
         if needed > limit:
             raise NoAnswer("planted")
         return {"device": "none", "versions": {}, "dispatched": {}}
@@ -167,8 +169,8 @@ def test_engines_take_turns_and_ratios_are_of_a_round(bench, tmp_path):
     turn = ["run native", "run fast"]
     turns = [*turn, *turn, *turn[::-1], *turn]  # the first is not timed
     assert FakeEngine.log == [
-        "start native", "start broken", "stop broken", "start fast", *turns, "stop native",
-        "stop fast", *["start native", "stop native", "start fast", "stop fast"] * 2,
+        "start native", "start broken", "start fast", "stop broken", *turns, "stop native",
+        "stop fast", *["start native", "start fast", "stop native", "stop fast"] * 2,
     ]  # fmt: skip
     records = json.loads((tmp_path / "out.json").read_text())["models"]["model"]
     assert records["native"]["output_tokens_per_second"] == {"2x3x4": [8.0] * 3}
@@ -176,7 +178,7 @@ def test_engines_take_turns_and_ratios_are_of_a_round(bench, tmp_path):
     assert records["fast"]["ratio"] == {"2x3x4": [2.0] * 3}
     assert records["fast"]["tokens"] == {"2x3x4": {"requests": 2, "different": 0}}
     assert records["fast"]["repeatable"] == {"2x3x4": True}
-    assert len(records["fast"]["restart_seconds"]) == 2
+    assert len(records["fast"]["restart_seconds"]) == len(records["fast"]["restart_ratio"]) == 2
     assert "planted" in records["broken"]["error"]
     assert "2.000 [2.000, 2.000]" in (tmp_path / "out.txt").read_text()
 
@@ -200,8 +202,17 @@ def test_restarts_are_warm_on_another_machine_too(bench):
     FakeEngine.log.clear()
     again = bench("native", "fast", rounds=1, restarts=1)
     again.run()
-    assert FakeEngine.log == ["start native", "stop native"] * 2 + ["start fast", "stop fast"] * 2
+    assert FakeEngine.log == ["start native", "start fast", "stop native", "stop fast"] * 2
     assert len(again.results.models["model"]["fast"].restart_seconds) == 1
+
+
+def test_short_workloads_are_repeated_in_a_turn(bench, monkeypatch):
+    monkeypatch.setattr(FakeEngine, "seconds", {"native": 0.4, "fast": 0.2})
+    made = bench("native", "fast", rounds=1)
+    made.run()
+    runs = ["run native", "run fast"] + ["run native"] * 3 + ["run fast"] * 3
+    assert [line for line in FakeEngine.log if line.startswith("run")] == runs
+    assert made.results.models["model"]["fast"].ratio["2x3x4"] == pytest.approx([2.0])
 
 
 def test_a_run_ends_within_its_time(bench):
@@ -210,8 +221,18 @@ def test_a_run_ends_within_its_time(bench):
     assert FakeEngine.log == []
 
 
+def test_what_ends_a_run_ends_its_engines(bench, monkeypatch):
+    def ask(self, limit, start):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FakeEngine, "ask", ask)
+    with pytest.raises(KeyboardInterrupt):
+        bench("native", "fast").run()
+    assert {"stop native", "stop fast"} <= set(FakeEngine.log)
+
+
 class PlantedTime:
-    """The module time, of which nothing passes but what is slept."""
+    """The module time, of which nothing passes but what is waited for."""
 
     now = 0.0
     strftime = staticmethod(time.strftime)
@@ -221,8 +242,8 @@ class PlantedTime:
 
     perf_counter = monotonic
 
-    def sleep(self, seconds):
-        self.now += seconds
+    def wait_until(self, moment):
+        self.now = max(self.now, moment)
 
 
 @pytest.fixture
@@ -245,22 +266,21 @@ def clocked(bench, monkeypatch):
     return run
 
 
-def test_starts_after_the_first_are_expected_to_be_faster(clocked):
-    """Where 124 s are left after a start of 91 s, another is tried, and then compared."""
-    assert clocked(215, native=91, fast=55, third=55) == {"native": 3, "fast": 3, "third": 0}
-    assert "start third" not in FakeEngine.log
-
-
-def test_a_start_that_takes_too_long_says_nothing_about_its_mode(clocked):
-    assert clocked(215, native=91, slow=200) == {"native": 0, "slow": 0}
-    assert "start slow" in FakeEngine.log
-
-
-def test_a_slow_start_leaves_the_others_time_to_be_compared(clocked):
-    found = clocked(300, native=91, fast=55, slow=200)
-    assert found == {"native": 3, "fast": 3, "slow": 0}
+def test_engines_that_are_there_are_compared_when_one_is_late(clocked):
+    found = clocked(200, native=91, slow=300, fast=55)
+    assert found == {"native": 3, "slow": 0, "fast": 3}
     assert FakeEngine.log.index("stop slow") < FakeEngine.log.index("run native")
-    assert measuring.time.now == 300 - measuring.SECONDS_TO_MEASURE
+
+
+@pytest.mark.parametrize("starts", [{"native": 91, "slow": 200}, {"native": 200, "fast": 55}])
+def test_a_start_that_takes_too_long_says_nothing_about_its_mode(clocked, starts):
+    assert clocked(215, **starts) == dict.fromkeys(starts, 0)
+
+
+def test_another_group_is_started_only_if_it_can_be_measured(clocked):
+    found = clocked(220, native=91, fast=55, third=55, fourth=55)
+    assert found == {"native": 3, "fast": 3, "third": 3, "fourth": 0}
+    assert "start fourth" not in FakeEngine.log
 
 
 def test_results_name_no_folders_of_a_machine(bench, tmp_path, monkeypatch):

@@ -13,12 +13,11 @@ running PyTorch's own operators, matrix products among them, and ``mix=FILE.yaml
 before the =, with a configuration of one's own. Weights are random, from fixed seeds, and equal in
 every mode.
 
-The engines of a model, the baseline first, start one after another and stay alive together, as many
-as the memory holds. After one run that is not timed they take turns, round after round, another
-one first in each, so that what the machine does in the meantime meets all of them; those whose turn
-it is not wait for input.
-A ratio is taken within a round. With --restarts every mode is then started alone from a warm cache,
-in turns, too.
+The engines of a model start at the same time and stay alive together, as many as the memory holds.
+After one run that is not timed they take turns, round after round, another one first in each, so
+that what the machine does in the meantime meets all of them; those whose turn it is not wait for
+input. A short workload is repeated within a turn. A ratio is taken within a round. With --restarts
+the engines are then started anew, from warm caches, again at the same time.
 
 --out is written after every step. A run that was ended, by --time-budget or otherwise, goes on from
 there when it is given the same --out; modes and workloads may be added.

@@ -1,15 +1,17 @@
-"""Measures the modes of one model: engines that are alive together take turns."""
+"""Measures the modes of one model: engines start together, stay alive and take turns."""
 
 from __future__ import annotations
 
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.e2e import agreement
@@ -19,11 +21,12 @@ from benchmarks.e2e.results import Record, Results
 from benchmarks.e2e.workloads import CHECK, Workload
 
 SECONDS_TO_MEASURE = 45.0
-"""Left for timing when an engine is started."""
-SECONDS_TO_START = 60.0
-"""Of a start, before one has been seen."""
-WARM_START = 0.6
-"""Of the first start's time: later ones find the files read and much compiled (91 s, then 55 s)."""
+"""Left for timing when engines are started."""
+SECONDS_TO_START = 90.0
+"""Of engines that start together, before some have been seen to."""
+SECONDS_OF_A_TURN = 1.0
+"""Of a workload, which an engine repeats in its turn until the baseline would take so long: a
+single request is over too soon to be timed well."""
 LONGEST_STEP = 1800.0
 """Seconds after which an engine that does not answer has failed."""
 
@@ -79,14 +82,16 @@ class Live:
     Attributes:
         engine: its process.
         record: of its mode.
-        check: its answer to the checked prompts.
-        first: workload -> the tokens of its first run.
+        seconds: from its start to its first token.
+        tokens: workload -> those of its first run.
+        fastest: workload -> seconds of its fastest run.
     """
 
     engine: Engine
     record: Record
-    check: dict[str, Any] = field(default_factory=dict)
-    first: dict[Workload, list[list[int]]] = field(default_factory=dict)
+    seconds: float = 0.0
+    tokens: dict[Workload, list[list[int]]] = field(default_factory=dict)
+    fastest: dict[Workload, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -101,7 +106,7 @@ class Bench:
         workloads: what is timed.
         rounds: how often each mode runs each workload.
         restarts: how often each mode is started from a warm cache.
-        live: engines alive at a time.
+        live: engines that start and are alive at a time.
         results: where figures go.
         clock: the time.
         folder: for logs.
@@ -136,90 +141,106 @@ class Bench:
             OutOfTime: something is left to do.
             EngineFailed: the baseline could not run.
         """
-        while group := self._next_group():
+        while group := self._group(self._lacks):
             self._time_group(group)
         for number in range(self.restarts):
-            for mode in self.modes:
-                self._restart(mode, number)
+            while group := self._group(partial(self._lacks_restart, number)):
+                self._restart(group)
 
-    def _next_group(self) -> list[Mode]:
+    def _group(self, lacks: Callable[[Mode], bool]) -> list[Mode]:
         """Return the baseline and modes that are not through; nothing when all are."""
         baseline, *others = self.modes
-        lacking = [mode for mode in others if self._lacks(mode)]
+        lacking = [mode for mode in others if lacks(mode)]
         if lacking:
             return [baseline, *lacking[: self.live - 1]]
-        return [baseline] if not others and self._lacks(baseline) else []
+        return [baseline] if not others and lacks(baseline) else []
 
     def _lacks(self, mode: Mode) -> bool:
         record = self._records[mode.name]
         return not record.error and any(record.rounds(w) < self.rounds for w in self.workloads)
 
+    def _lacks_restart(self, number: int, mode: Mode) -> bool:
+        record = self._records[mode.name]
+        return not record.error and len(record.restart_ratio) <= number
+
     def _time_group(self, modes: Sequence[Mode]) -> None:
+        self.clock.need(self._start_seconds + SECONDS_TO_MEASURE)
         alive: list[Live] = []
-        out_of_time = False
         try:
-            for mode in modes:
-                try:
-                    self.clock.need(self._start_seconds + SECONDS_TO_MEASURE)
-                    self._start_in(alive, mode)
-                except OutOfTime:
-                    out_of_time = True  # those that are alive can still be compared
-                    break
+            late = self._start_in(alive, modes, SECONDS_TO_MEASURE)
             if len(alive) > min(1, len(modes) - 1):
+                self._check(alive)
                 self._compare(alive)
                 self._take_turns(alive)
         finally:
             stop_all(live.engine for live in alive)
-        if out_of_time:
+        if late:
             raise OutOfTime
 
-    def _start_in(self, alive: list[Live], mode: Mode) -> None:
-        """Start an engine and add it to those alive, unless it cannot run.
+    def _start_in(self, alive: list[Live], modes: Sequence[Mode], keep: float = 0.0) -> bool:
+        """Start engines, all at the same time; return whether some were late.
+
+        Args:
+            alive: gets the engines; those that cannot run or are late leave it again.
+            modes: theirs, the baseline first.
+            keep: seconds that must be left once an engine runs, or it is late.
 
         Raises:
-            OutOfTime: it takes too long; where others can be compared, their time is kept.
+            EngineFailed: the baseline cannot run.
+            OutOfTime: the baseline is late.
         """
-        record = self._records[mode.name]
-        try:
-            engine, seconds = self._start(mode, record, SECONDS_TO_MEASURE if alive[1:] else 0.0)
-            alive.append(Live(engine, record))
-            alive[-1].check = self._generate(engine, CHECK, logprobs=LOGPROBS)
-        except EngineFailed as error:
-            self._fail(alive, record, "at the start", error)
-            return
-        except OutOfTime:
-            self._end(alive, record)
-            raise
-        record.startup_seconds.append(seconds)
-        if alive[0] is not alive[-1]:
-            record.logprob_error = agreement.largest_error(alive[-1].check, alive[0].check)
-        self.results.save()
-        layers = ", ".join(f"{op} -> {impl}" for op, impl in record.facts["dispatched"].items())
-        say(f"{mode.name} started in {seconds:.1f} s; dispatched: {layers or 'none'}")
-
-    def _start(self, mode: Mode, record: Record, keep: float = 0.0) -> tuple[Engine, float]:
-        """Start an engine; return it with the seconds until its first token.
-
-        ``keep`` seconds must be left then.
-        """
+        say(f"starting {', '.join(mode.name for mode in modes)} on {self.key}")
         self._starts += 1
-        say(f"starting {mode.name} on {self.key}")
         began = time.perf_counter()
-        engine = Engine(mode.environ, self.folder / f"{self._starts}-{mode.name}.log")
-        try:
-            with self.clock.step(keep) as limit:
-                facts = engine.ask(limit, start=self.engine_arguments)
-            with self.clock.step(keep) as limit:
-                engine.generate(CHECK.prompts(self.vocabulary)[:1], 1, limit)
-            seconds = time.perf_counter() - began
-            record.note_facts(facts)
-        except BaseException:
-            engine.stop()
-            raise
-        next_start = seconds * WARM_START if self._starts == 1 else seconds
-        self._start_seconds = max(self._start_seconds / 2, next_start)
-        self._warm.add(mode.name)
-        return engine, seconds
+        for mode in modes:
+            log = self.folder / f"{self._starts}-{mode.name}.log"
+            alive.append(Live(Engine(mode.environ, log), self._records[mode.name]))
+        with ThreadPoolExecutor(len(alive)) as pool:
+            try:
+                starts = [pool.submit(self._wait_for, live, began, keep) for live in alive]
+                errors = [start.exception() for start in starts]
+            except BaseException:  # what ends this process ends the engines that threads wait for
+                stop_all(live.engine for live in alive)
+                raise
+        late = [live for live, e in zip(alive, errors, strict=True) if isinstance(e, OutOfTime)]
+        if alive[0] in late:
+            raise OutOfTime
+        for live, error in zip(list(alive), errors, strict=True):
+            if isinstance(error, EngineFailed):
+                self._fail(alive, live.record, "at the start", error)
+            elif live in late:
+                self._end(alive, live.record)
+            elif error is not None:
+                raise error
+        self._start_seconds = max(live.seconds for live in alive)
+        self._warm.update(live.record.mode for live in alive)
+        self.results.save()
+        return bool(late)
+
+    def _wait_for(self, live: Live, began: float, keep: float) -> None:
+        """Wait for an engine's first token."""
+        with self.clock.step(keep) as limit:
+            live.record.note_facts(live.engine.ask(limit, start=self.engine_arguments))
+        with self.clock.step(keep) as limit:
+            live.engine.generate(CHECK.prompts(self.vocabulary)[:1], 1, limit)
+        live.seconds = time.perf_counter() - began
+        dispatched = live.record.facts["dispatched"].items()
+        layers = ", ".join(f"{op} -> {implementation}" for op, implementation in dispatched)
+        say(f"{live.record.mode} started in {live.seconds:.1f} s; dispatched: {layers or 'none'}")
+
+    def _check(self, alive: list[Live]) -> None:
+        """Compare log-probabilities with the baseline's."""
+        for live in list(alive):
+            try:
+                answer = self._generate(live.engine, CHECK, logprobs=LOGPROBS)
+            except EngineFailed as error:
+                self._fail(alive, live.record, f"during {CHECK}", error)
+                continue
+            if live is alive[0]:
+                expected = answer
+            else:
+                live.record.logprob_error = agreement.largest_error(answer, expected)
+        self.results.save()
 
     def _generate(self, engine: Engine, workload: Workload, **more: Any) -> dict[str, Any]:
         prompts = workload.prompts(self.vocabulary)
@@ -250,20 +271,30 @@ class Bench:
         for workload in self.workloads:
             for live in list(alive):
                 try:
-                    live.first[workload] = self._generate(live.engine, workload)["tokens"]
+                    self._run_once(live, workload)
                 except EngineFailed as error:
                     self._fail(alive, live.record, f"during {workload}", error)
             baseline, *others = alive
             for live in others:
                 live.record.tokens[str(workload)] = found = agreement.compare(
                     workload.prompts(self.vocabulary),
-                    live.first[workload],
-                    baseline.first[workload],
+                    live.tokens[workload],
+                    baseline.tokens[workload],
                     partial(self._next_tokens, live),
                     partial(self._next_tokens, baseline),
                 )
                 say(f"{workload} {live.record.mode}: {agreement.describe(found)}")
             self.results.save()
+
+    def _run_once(self, live: Live, workload: Workload) -> float:
+        """Run a workload; return its seconds, and note whether its first tokens come again."""
+        answer = self._generate(live.engine, workload)
+        seconds: float = answer["seconds"]
+        live.fastest[workload] = min(seconds, live.fastest.get(workload, seconds))
+        same = answer["tokens"] == live.tokens.setdefault(workload, answer["tokens"])
+        repeatable = live.record.repeatable
+        repeatable[str(workload)] = repeatable.get(str(workload), True) and same
+        return seconds
 
     def _next_tokens(self, live: Live, prompts: list[list[int]]) -> list[dict[str, float]]:
         with self.clock.step() as limit:
@@ -283,18 +314,16 @@ class Bench:
 
     def _take_turn(self, alive: list[Live], workload: Workload) -> None:
         rates: dict[str, float] = {}
+        repetitions = math.ceil(SECONDS_OF_A_TURN / alive[0].fastest[workload])
         # Another one begins each round: what comes before a run may make it faster or slower.
         first = alive[0].record.rounds(workload) % len(alive)
         for live in alive[first:] + alive[:first]:
             try:
-                answer = self._generate(live.engine, workload)
+                seconds = fmean(self._run_once(live, workload) for _ in range(repetitions))
             except EngineFailed as error:
                 self._fail(alive, live.record, f"during {workload}", error)
                 continue
-            rates[live.record.mode] = workload.batch * workload.output / answer["seconds"]
-            same = answer["tokens"] == live.first[workload]
-            repeatable = live.record.repeatable
-            repeatable[str(workload)] = repeatable.get(str(workload), True) and same
+            rates[live.record.mode] = workload.batch * workload.output / seconds
         baseline = rates[alive[0].record.mode]
         for live in alive:
             rate = rates[live.record.mode]
@@ -304,23 +333,23 @@ class Bench:
         shown = ", ".join(f"{mode} {rate:.1f}" for mode, rate in rates.items())
         say(f"{workload} tokens/s: {shown}")
 
-    def _restart(self, mode: Mode, number: int) -> None:
-        """Start an engine alone, from a cache that an earlier start of this run has filled."""
-        record = self._records[mode.name]
-        if record.error or len(record.restart_seconds) > number:
-            return
-        starts = 1 if mode.name in self._warm else 2
-        self.clock.need(starts * self._start_seconds)
-        for _ in range(starts):
+    def _restart(self, modes: Sequence[Mode]) -> None:
+        """Start engines at the same time, from caches that an earlier start of this run filled."""
+        cold = {mode.name for mode in modes} - self._warm
+        self.clock.need((2 if cold else 1) * self._start_seconds)
+        alive: list[Live] = []
+        for _ in range(2 if cold else 1):
+            alive.clear()
             try:
-                engine, seconds = self._start(mode, record)
-            except EngineFailed as error:
-                self._fail([], record, "at a restart", error)
-                return
-            engine.stop()
-        record.restart_seconds.append(seconds)
+                late = self._start_in(alive, modes)
+            finally:
+                stop_all(live.engine for live in alive)
+            if late:
+                raise OutOfTime
+        for live in alive:
+            live.record.restart_seconds.append(live.seconds)
+            live.record.restart_ratio.append(live.seconds / alive[0].seconds)
         self.results.save()
-        say(f"{mode.name} restarted in {seconds:.1f} s")
 
 
 def say(text: str) -> None:

@@ -39,10 +39,10 @@ class Record:
         configuration: the text of its configuration.
         error: why it could not run; empty if it could.
         facts: what the engine consists of.
-        startup_seconds: of each start for timing, from the process's start to the first token. The
-            first may have to compile, and other engines may be alive.
-        restart_seconds: of starts from a warm cache, one engine alone, every mode in turn.
-        output_tokens_per_second: workload -> one figure a round.
+        restart_seconds: of each start from a warm cache, from the process's start to the first
+            token, together with the baseline's.
+        restart_ratio: for each of those, over the baseline's at the same time.
+        output_tokens_per_second: workload -> one figure a round, of all repetitions in it.
         ratio: workload -> for each of those, over the baseline's in the same round.
         tokens: workload -> the comparison with the baseline's tokens; see agreement.py.
         repeatable: workload -> whether every repetition gave the same tokens.
@@ -53,8 +53,8 @@ class Record:
     configuration: str = ""
     error: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
-    startup_seconds: list[float] = field(default_factory=list)
     restart_seconds: list[float] = field(default_factory=list)
+    restart_ratio: list[float] = field(default_factory=list)
     output_tokens_per_second: dict[str, list[float]] = field(default_factory=dict)
     ratio: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -157,14 +157,12 @@ def summary(model: str, records: dict[str, Record]) -> str:
     """Return a model's results: medians, ratios with intervals, what differs or could not run."""
     workloads = list(dict.fromkeys(w for r in records.values() for w in r.output_tokens_per_second))
     baseline = next(iter(records.values()))
-    rows, notes = [["mode", "starts s", "restart s", *workloads]], []
+    rows, notes = [["mode", "warm start s", *workloads]], []
     for mode, record in records.items():
         restarts = record.restart_seconds
-        row = [mode, " ".join(f"{seconds:.0f}" for seconds in record.startup_seconds) or "-"]
-        row.append(f"{statistics.median(restarts):.1f}" if restarts else "-")
-        pairs = list(zip(restarts, baseline.restart_seconds, strict=False))
-        if record is not baseline and pairs:
-            row[-1] += f" ({ratio_text([ours / theirs for ours, theirs in pairs])})"
+        row = [mode, f"{statistics.median(restarts):.1f}" if restarts else "-"]
+        if record is not baseline and restarts:
+            row[-1] += f" ({ratio_text(record.restart_ratio)})"
         for workload in workloads:
             figures = record.output_tokens_per_second.get(workload)
             text = f"{statistics.median(figures):.1f}" if figures else "-"

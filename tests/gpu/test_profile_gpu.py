@@ -24,7 +24,8 @@ def profile(*arguments, **environ):
         [
             str(Path(sys.executable).parent / "vllm-fl"), "profile", str(TINY_MODEL), "--json",
             "--dtype", "bfloat16", "--batch", "4", "--prompt-tokens", "64",
-            "--output-tokens", "8", *arguments,
+            "--output-tokens", "8", "--kv-cache-memory-bytes", str(1 << 28),
+            "--gpu-memory-utilization", "0.05", *arguments,
         ],
         env={**clean, "VLLM_USE_FLASHINFER_SAMPLER": "0", **environ},
         capture_output=True,

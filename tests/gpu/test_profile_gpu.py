@@ -22,7 +22,7 @@ def profile(*arguments, **environ):
     clean = {k: v for k, v in os.environ.items() if not k.startswith("VLLM_FL_")}
     done = subprocess.run(
         [
-            str(Path(sys.executable).parent / "vllm-fl"), "profile", str(TINY_MODEL), "--json",
+            sys.executable, "-P", "-m", "vllm_fl", "profile", str(TINY_MODEL), "--json",
             "--dtype", "bfloat16", "--batch", "4", "--prompt-tokens", "64",
             "--output-tokens", "8", "--kv-cache-memory-bytes", str(1 << 28),
             "--gpu-memory-utilization", "0.05", *arguments,

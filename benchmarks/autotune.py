@@ -2,10 +2,11 @@
 
     python -m benchmarks.autotune --model qwen3-30b-a3b --layers 12 --time-budget 8m
 
-Tunes under a configuration with every operator on flagos and attention by the vendor, which stays;
-vendor and reference are available. Then benchmarks/e2e measures native vLLM, that configuration,
-the vendor alone and the result in turns, compiled and in CUDA graphs, on the tuned workload, and
-the gains of the result are printed with their intervals. Run from the top of the repository.
+Tunes under a configuration with every operator on flagos and attention by flagos in decode and by
+the vendor else, which stays; vendor and reference are available. Then benchmarks/e2e measures
+native vLLM, everything on flagos, everything on the vendor, that configuration and the result in
+turns, compiled and in CUDA graphs, on the tuned workload, and the gains of the result are printed
+with their intervals. Run from the top of the repository.
 
 What is done is kept in --folder and --out. A call ends within --time-budget; the same command goes
 on from there. More arguments go to `vllm-fl autotune`.
@@ -35,7 +36,7 @@ from vllm_fl.dispatch.ops import CATALOGUE
 
 BASE = "base"
 TUNED = "tuned"
-VENDOR = "vendor"
+SINGLE_BACKENDS = ("flagos", "vendor")
 SECONDS_TO_COMPARE = 180.0
 """Starting the engines of the comparison and its first rounds take about so long."""
 GRACE = 30.0
@@ -100,9 +101,10 @@ def tuning_command(arguments: argparse.Namespace, model: Path, seconds: float) -
 def base_file(arguments: argparse.Namespace) -> Path:
     """Write the configuration that is tuned."""
     orders = {op: [arguments.backend, "vendor"] for op in CATALOGUE}
-    orders["attention_backend"] = ["vendor", "reference"]
+    attention = {"decode": orders["attention_backend"], "prefill": ["vendor", "reference"]}
+    content = {"op_backends": {**orders, "attention_backend": attention}}
     path = arguments.folder / "base.yaml"
-    path.write_text(json.dumps({"op_backends": orders}))  # JSON is YAML
+    path.write_text(json.dumps(content))  # JSON is YAML
     return path
 
 
@@ -130,7 +132,7 @@ def tune(arguments: argparse.Namespace, model: Path, seconds: float) -> dict[str
 
 def comparison_command(arguments: argparse.Namespace, won: bool, seconds: float) -> list[str]:
     """Return the command that compares the result with single backends and the baseline."""
-    modes = [f"{BASE}={arguments.folder / 'base.yaml'}", VENDOR]
+    modes = [f"{BASE}={arguments.folder / 'base.yaml'}", *SINGLE_BACKENDS]
     modes += [f"{TUNED}={arguments.folder / 'tuned.yaml'}"] if won else []
     layers = [] if arguments.layers is None else ["--layers", str(arguments.layers)]
     return [

@@ -101,10 +101,14 @@ def transformers(tmp_path_factory) -> Callable[..., dict[str, Any]]:
 def check_bfloat16(transformers) -> Callable[..., None]:
     """Check that log-probabilities of vLLM in bf16 are as near to fp32 as transformers', in nats.
 
-    Called with the model, prompts, and the result of a run with ``prompt_logprobs``.
+    Called with the model, prompts, and the result of a run with ``prompt_logprobs``; and with a
+    share of tokens to leave out, those furthest off, where rounding may send a token to another
+    expert (transformers' own are then up to 0.4 off).
     """
 
-    def check(model: Path, prompts: list[list[int]], result: dict[str, Any]) -> None:
+    def check(
+        model: Path, prompts: list[list[int]], result: dict[str, Any], left_out: float = 0.0
+    ) -> None:
         exact, theirs = (
             transformers(model, prompts, 1, dtype)["prompt_logprobs"]
             for dtype in ("float32", "bfloat16")
@@ -113,7 +117,8 @@ def check_bfloat16(transformers) -> Callable[..., None]:
 
         def errors(found: list[list[float]]) -> list[float]:
             pairs = zip(found, exact, strict=True)
-            return [abs(a - b) for x, y in pairs for a, b in zip(x, y, strict=True)]
+            all_of_them = sorted(abs(a - b) for x, y in pairs for a, b in zip(x, y, strict=True))
+            return all_of_them[: len(all_of_them) - int(left_out * len(all_of_them))]
 
         assert max(errors(ours)) < 0.25
         assert fmean(errors(ours)) < 1.25 * fmean(errors(theirs))

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 from typing import Any
 
 from benchmarks.e2e import agreement
@@ -24,9 +24,9 @@ SECONDS_TO_MEASURE = 45.0
 """Left for timing when engines are started."""
 SECONDS_TO_START = 90.0
 """Of engines that start together, before some have been seen to."""
-SECONDS_OF_A_TURN = 1.0
-"""Of a workload, which an engine repeats in its turn until the baseline would take so long: a
-single request is over too soon to be timed well."""
+SECONDS_OF_A_TURN = 1.5
+"""Of a workload, which an engine repeats in its turn for so long: a turn's figure is the median, as
+the machine holds up a run now and then by a tenth."""
 LONGEST_STEP = 1800.0
 """Seconds after which an engine that does not answer has failed."""
 
@@ -319,7 +319,7 @@ class Bench:
         first = alive[0].record.rounds(workload) % len(alive)
         for live in alive[first:] + alive[:first]:
             try:
-                seconds = fmean(self._run_once(live, workload) for _ in range(repetitions))
+                seconds = median(self._run_once(live, workload) for _ in range(repetitions))
             except EngineFailed as error:
                 self._fail(alive, live.record, f"during {workload}", error)
                 continue

@@ -42,7 +42,7 @@ class Record:
         restart_seconds: of each start from a warm cache, from the process's start to the first
             token, together with the baseline's.
         restart_ratio: for each of those, over the baseline's at the same time.
-        output_tokens_per_second: workload -> one figure a round, of all repetitions in it.
+        output_tokens_per_second: workload -> one figure a round, the median of its repetitions.
         ratio: workload -> for each of those, over the baseline's in the same round.
         tokens: workload -> the comparison with the baseline's tokens; see agreement.py.
         repeatable: workload -> whether every repetition gave the same tokens.

@@ -82,7 +82,10 @@ def test_triton_layers(eager):
 
 def test_vendor_layers():
     data = profile(
-        "--enforce-eager", VLLM_FL_PREFER="vendor", VLLM_FL_OOT_WHITELIST=",".join(LAYERS)
+        "--enforce-eager",
+        VLLM_FL_PREFER="vendor",
+        VLLM_FL_PER_OP="attention_backend=vendor",
+        VLLM_FL_OOT_WHITELIST=",".join(LAYERS),
     )
     check_every_kernel_is_known(data)
     operations = {(row["op"], row["origin"]) for row in data["phases"]["all"]["operations"]}

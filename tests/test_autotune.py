@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from vllm_fl.dispatch import policy_from_config
+from vllm_fl.dispatch.ops import CATALOGUE
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -190,3 +191,17 @@ def test_the_report_in_a_browser(study, tmp_path):
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     # A blank page of this size takes a few kilobytes.
     assert picture.stat().st_size > 50_000
+
+
+def test_with_nothing_to_choose_the_default_stays_and_the_report_says_so(tiny_model, tmp_path):
+    report = tmp_path / "tuned.html"
+    keep = [word for op in CATALOGUE for word in ("--keep", op)]
+    done = command(
+        "autotune", "--model", str(tiny_model), "--workload", "smoke", *keep,
+        "--engine", json.dumps(ENGINE), "--storage", f"sqlite:///{tmp_path / 'study.db'}",
+        "--out", str(report.with_suffix(".yaml")), VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "The default stays: there is nothing to choose" in done.stdout
+    assert "there is nothing to choose" in report.read_text()
+    assert not report.with_suffix(".yaml").exists()

@@ -131,7 +131,7 @@ class Tuner:
         space = evidence.space()
         if not space.choices:
             reason = f"there is nothing to choose{self._kept_layers()}"
-            nothing = {"winner": None, "reason": reason, "trials": 0}
+            nothing = {"winner": None, "reason": reason, "confirmations": [], "trials": 0}
             study.set_user_attr("result", nothing)
             return
         self._search(study, evidence)

@@ -126,11 +126,12 @@ def test_a_missing_defaults_file_is_an_error():
 
 @pytest.fixture
 def defaults(tmp_path, monkeypatch):
-    """A platform's defaults file with blacklists."""
+    """A platform's defaults file with blacklists and orders."""
     package = tmp_path / "acme_fl"
     package.mkdir()
     (package / "acme.yaml").write_text(
         "flagos_blacklist: [silu_and_mul, gelu_and_mul]\noot_blacklist: [rms_norm]\n"
+        "op_backends: {rms_norm: [vendor], attention_backend: {decode: [vendor]}}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     return "acme_fl:acme.yaml"
@@ -146,6 +147,21 @@ def test_a_blacklist_replaces_or_extends(defaults):
     )
     with pytest.raises(ConfigError, match="mixes names that replace the list"):
         load(defaults=defaults, VLLM_FL_OOT_BLACKLIST="+a,b")
+
+
+def test_orders_are_laid_over_each_other_operator_by_operator(defaults):
+    loaded = load(
+        defaults=defaults,
+        VLLM_FL_PER_OP="attention_backend.prefill=flagos;moe_sum=reference",
+    )
+    assert loaded["op_backends"] == {
+        "rms_norm": ("vendor",),
+        "attention_backend.prefill": ("flagos",),
+        "moe_sum": ("reference",),
+    }
+    source = loaded.values["op_backends"].source
+    assert source.startswith("VLLM_FL_PER_OP, over ")
+    assert source.endswith("(platform defaults)")
 
 
 def test_a_whitelist_of_a_higher_layer_cancels_the_blacklist_below(defaults):

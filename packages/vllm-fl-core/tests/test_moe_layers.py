@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 
@@ -96,6 +97,18 @@ def test_vllm_s_own_method_still_cannot_run_on_this_platform():
 def test_what_the_operator_does_not_have_is_refused_with_the_reason(change, reason):
     with pytest.raises(ValueError, match=reason):
         moe.UnquantizedFusedMoEMethodFL(layer_config(**change))
+
+
+def test_where_vllm_has_kernels_it_keeps_what_only_the_defaults_would_dispatch(monkeypatch):
+    monkeypatch.setattr(moe, "current_platform", SimpleNamespace(is_out_of_tree=lambda: False))
+    monkeypatch.setattr(moe.custom_ops, "is_asked_for", lambda op_name: False)
+    own = moe.UnquantizedFusedMoEMethodFL(layer_config(has_bias=True))
+    assert type(own) is adapter().UnquantizedMethod
+    assert own.moe.has_bias
+    assert type(moe.UnquantizedFusedMoEMethodFL(layer_config())) is moe.UnquantizedFusedMoEMethodFL
+    monkeypatch.setattr(moe.custom_ops, "is_asked_for", lambda op_name: True)
+    with pytest.raises(ValueError, match="need biases"):
+        moe.UnquantizedFusedMoEMethodFL(layer_config(has_bias=True))
 
 
 # -- routers

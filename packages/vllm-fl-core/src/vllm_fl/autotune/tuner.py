@@ -131,8 +131,9 @@ class Tuner:
         space = evidence.space()
         if not space.choices:
             reason = f"there is nothing to choose{self._kept_layers()}"
-            nothing = {"winner": None, "reason": reason, "confirmations": [], "trials": 0}
-            study.set_user_attr("result", nothing)
+            study.set_user_attr(
+                "result", {"winner": None, "reason": reason, "confirmations": [], "trials": 0}
+            )
             return
         self._search(study, evidence)
         while not self._is_decided(study):
@@ -145,9 +146,9 @@ class Tuner:
             time.sleep(2)
 
     def _kept_layers(self) -> str:
-        from vllm_fl.integration.custom_ops import LAYERS
+        from vllm_fl.integration.custom_ops import LAYERS, decision
 
-        kept = {op: self.settings.oot_decision(op) for op in LAYERS}
+        kept = {op: decision(op) for op in LAYERS}
         reasons = dict.fromkeys(decision.reason for decision in kept.values() if not decision)
         if not reasons:
             return ""

@@ -13,6 +13,7 @@ from typing import Any
 from vllm_fl.dispatch import env
 from vllm_fl.dispatch.config_file import parse_file, read, read_resource
 from vllm_fl.dispatch.errors import ConfigError, UnknownOperatorError
+from vllm_fl.dispatch.phases import lay_orders
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.dispatch.settings import BUILT_IN, BY_KEY, IN_FILES, SETTINGS, Value
 from vllm_fl.dispatch.types import YES, Decision
@@ -26,19 +27,16 @@ class Config:
         values: every setting.
         ignored: set environment variables that the file of VLLM_FL_CONFIG overrides.
         defaults: what the platform's defaults file gives.
+        ordered: the names in ``op_backends`` that a layer above those has.
     """
 
     values: Mapping[str, Value]
     ignored: tuple[str, ...] = ()
     defaults: Mapping[str, Value] = field(default_factory=dict)
+    ordered: frozenset[str] = frozenset()
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key].value
-
-    def is_user_s(self, key: str) -> bool:
-        """Whether a setting comes from a layer above the platform's defaults."""
-        value = self.values[key]
-        return value.source != BUILT_IN and value != self.defaults.get(key)
 
     def policy(self) -> SelectionPolicy:
         """Return the policy that the values describe.
@@ -94,21 +92,28 @@ def load(defaults: str | None = None, environ: Mapping[str, str] | None = None) 
         _lay(values, switches)
         overridden = [BY_KEY[key].variable.name for key in variables if key in IN_FILES]
         overridden += [v.name for v in (env.TUNED_DIR, env.TUNED_FILE) if v.is_set(environ)]
-        return Config(values, tuple(sorted(overridden)))
+        return Config(values, tuple(sorted(overridden)), ordered=_ordered(values))
     of_platform: dict[str, Value] = {}
     if defaults is not None:
         text, where = read_resource(defaults)
         of_platform = parse_file(text, f"{where} (platform defaults)")
         _lay(values, of_platform)
+    tuned: dict[str, Value] = {}
     tuned_file = env.TUNED_FILE.read(environ)
     if tuned_file is not None:
-        _lay(values, parse_file(read(tuned_file), f"{tuned_file} (tuned)"))
+        tuned = parse_file(read(tuned_file), f"{tuned_file} (tuned)")
+        _lay(values, tuned)
     _lay(values, variables)
-    return Config(values, defaults=of_platform)
+    ordered = _ordered(tuned) | _ordered(variables)
+    return Config(values, defaults=of_platform, ordered=ordered)
+
+
+def _ordered(layer: Mapping[str, Value]) -> frozenset[str]:
+    return frozenset(layer["op_backends"].value) if "op_backends" in layer else frozenset()
 
 
 def _lay(values: dict[str, Value], upper: Mapping[str, Value]) -> None:
-    """Lay the values of one source over ``values``.
+    """Lay the values of one source over ``values``; orders of operators one by one.
 
     Raises:
         ConfigError: it holds a white- and a blacklist of the same kind, or a list with some
@@ -127,6 +132,10 @@ def _lay(values: dict[str, Value], upper: Mapping[str, Value]) -> None:
             SelectionPolicy.from_dict(**setting.as_policy(new.value))
         except (ConfigError, UnknownOperatorError) as error:
             raise ConfigError(f"{new.source}: {key}: {error}") from error
+        if key == "op_backends" and values[key].value:
+            orders = lay_orders(values[key].value, new.value)
+            source = f"{new.source}, over {values[key].source}"
+            new = Value({op: tuple(order) for op, order in orders.items()}, source)
         values[key] = new
         if setting.cancels:
             default = BY_KEY[setting.cancels].variable.default

@@ -43,9 +43,9 @@ def is_user_s_order() -> bool:
     What the platform's defaults name may fall back.
     """
     settings = current_config()
-    defaults = {} if settings.is_user_s("op_backends") else settings["op_backends"]
-    orders = get_policy().per_op_order
-    return any(split_name(name)[0] == OPERATOR and defaults.get(name) != o for name, o in orders)
+    orders = {name: o for name, o in get_policy().per_op_order if split_name(name)[0] == OPERATOR}
+    return any(name in settings.ordered or settings["op_backends"].get(name) != order
+               for name, order in orders.items())  # fmt: skip
 
 
 def _stands_back(impl: OpImpl, platform: Any, selected: AttentionBackendEnum | None) -> bool:

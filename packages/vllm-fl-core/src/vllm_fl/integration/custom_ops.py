@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import ConfigError, nearest
 from vllm_fl.dispatch.logging import get_logger
+from vllm_fl.dispatch.policy import match_token
 from vllm_fl.dispatch.state import current_config
+from vllm_fl.dispatch.types import YES, Decision
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -22,6 +25,34 @@ CUSTOM_OPS = ("silu_and_mul", "gelu_and_mul", "rms_norm", "gemma_rms_norm", "rot
 
 LAYERS = (*CUSTOM_OPS, "fused_experts", "topk_softmax", "grouped_topk")
 """Every operator that a dispatched layer calls."""
+
+
+def is_asked_for(op_name: str) -> bool:
+    """Whether the user, not the platform's defaults, has the layer of an operator dispatched."""
+    config = current_config()
+    defaults = {key: value.value for key, value in config.defaults.items()}
+    if config["oot_whitelist"] != defaults.get("oot_whitelist"):
+        return op_name in (config["oot_whitelist"] or ())
+    if op_name in defaults.get("oot_blacklist", ()):
+        return op_name not in config["oot_blacklist"]
+    return op_name in config.ordered
+
+
+def decision(op_name: str) -> Decision:
+    """Whether the vLLM layer of an operator is replaced by a dispatched one, and why not.
+
+    Where only the platform's defaults want that, the first in their order must be there: a layer
+    is taken from vLLM for its sake.
+    """
+    config = current_config()
+    decided = config.oot_decision(op_name)
+    order = config["op_backends"].get(op_name)
+    if not decided or order is None or is_asked_for(op_name):
+        return decided
+    able = get_default_manager().rank(op_name).order
+    if not any(match_token(impl, order[0]) for impl in able):
+        return Decision.no(f"{order[0]}, first in {config.values['op_backends'].source}, is absent")
+    return YES
 
 
 def replaced() -> list[str]:
@@ -38,11 +69,11 @@ def replaced() -> list[str]:
                     f"{config.values[key].source}: {key} names {name!r}, which is not an operator "
                     f"with a vLLM layer. {nearest(name, LAYERS)}"
                 )
-    decisions = {op_name: config.oot_decision(op_name) for op_name in LAYERS}
-    for op_name, decision in decisions.items():
-        if not decision:
-            logger.info("vLLM keeps its own layers for %s: %s.", op_name, decision.reason)
-    return [op_name for op_name, decision in decisions.items() if decision]
+    decisions = {op_name: decision(op_name) for op_name in LAYERS}
+    for op_name, decided in decisions.items():
+        if not decided:
+            logger.info("vLLM keeps its own layers for %s: %s.", op_name, decided.reason)
+    return [op_name for op_name, decided in decisions.items() if decided]
 
 
 def enable(vllm_config: VllmConfig) -> None:
@@ -54,8 +85,7 @@ def enable(vllm_config: VllmConfig) -> None:
     switches = vllm_config.compilation_config.custom_ops
     if "none" not in switches:
         return
-    config = current_config()
     for op_name in CUSTOM_OPS:
         asked = f"+{op_name}" in switches or f"-{op_name}" in switches
-        if not asked and config.oot_decision(op_name):
+        if not asked and decision(op_name):
             switches.append(f"+{op_name}")

@@ -19,13 +19,17 @@ from vllm.model_executor.layers.fused_moe.router.fused_topk_bias_router import F
 from vllm.model_executor.layers.fused_moe.router.fused_topk_router import FusedTopKRouter
 from vllm.model_executor.layers.fused_moe.router.grouped_topk_router import GroupedTopKRouter
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.platforms import current_platform
 
 from vllm_fl.dispatch import env
 from vllm_fl.dispatch.handle import BoundOp
+from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.ops import EXPERT_ACTIVATIONS
-from vllm_fl.dispatch.state import current_config
+from vllm_fl.integration import custom_ops
 from vllm_fl.integration.adapters import adapter
 from vllm_fl.integration.layers import bind
+
+logger = get_logger("vllm_fl.integration")
 
 _ANY_BACKEND = ("auto", "humming")  # vLLM takes the second, too, as no choice for these experts
 
@@ -40,14 +44,24 @@ class UnquantizedFusedMoEMethodFL(UnquantizedMethod):  # type: ignore[misc]
     Without a modular kernel vLLM's runner routes first, then calls :meth:`apply`, and gathers and
     scatters tokens itself where data parallelism needs it.
 
+    A layer that needs something that ``fused_experts`` does not have becomes vLLM's own, where
+    vLLM has kernels and the user has not asked for the operator.
+
     Raises:
-        ValueError: the layer needs something that ``fused_experts`` does not have.
+        ValueError: otherwise.
     """
 
     is_monolithic = False
 
     def __init__(self, moe: FusedMoEConfig) -> None:
-        _check_layer(moe)
+        missing = _missing(moe)
+        if missing:
+            if current_platform.is_out_of_tree() or custom_ops.is_asked_for("fused_experts"):
+                raise ValueError(_refusal(missing))
+            logger.info("vLLM keeps its own experts, which need %s.", missing)
+            self.__class__ = UnquantizedMethod
+            UnquantizedMethod.__init__(self, moe)
+            return
         super().__init__(moe)
         # On a platform of its own vLLM has chosen a kernel of its own here, with a layout to match.
         self.unquantized_backend, self.experts_cls = UnquantizedMoeBackend.OOT, None
@@ -88,7 +102,8 @@ class UnquantizedFusedMoEMethodFL(UnquantizedMethod):  # type: ignore[misc]
             return self._op.recover(fn, error, *call)
 
 
-def _check_layer(moe: FusedMoEConfig) -> None:
+def _missing(moe: FusedMoEConfig) -> str:
+    """Return what a layer needs that ``fused_experts`` does not have; "" if it has everything."""
     parallel = moe.moe_parallel_config
     all2all = parallel.use_all2all_kernels and not parallel.use_ag_rs_all2all_kernels
     lora = get_current_vllm_config().lora_config
@@ -101,15 +116,16 @@ def _check_layer(moe: FusedMoEConfig) -> None:
         # Adapters take a modular kernel of vLLM's, unless they stay away from the experts.
         "LoRA adapters": lora is not None and not getattr(lora, "target_modules", None),
     }
-    for what, needed in needs.items():
-        if needed:
-            raise ValueError(
-                f"The model's unquantised experts need {what}, which vllm-fl's operator "
-                "fused_experts does not have. It has the activations "
-                f"{' and '.join(EXPERT_ACTIVATIONS)}, without limit or biases, and expert "
-                "parallelism by allgather_reducescatter. Where vLLM has kernels of its own, "
-                f"{env.OOT_BLACKLIST.name}=fused_experts leaves the experts to it."
-            )
+    return ", ".join(what for what, needed in needs.items() if needed)
+
+
+def _refusal(missing: str) -> str:
+    return (
+        f"The model's unquantised experts need {missing}, which vllm-fl's operator fused_experts "
+        f"does not have. It has the activations {' and '.join(EXPERT_ACTIVATIONS)}, without limit "
+        "or biases, and expert parallelism by allgather_reducescatter. Where vLLM has kernels of "
+        f"its own, {env.OOT_BLACKLIST.name}=fused_experts leaves the experts to it."
+    )
 
 
 class DispatchedRouter:
@@ -279,7 +295,7 @@ def dispatched(router: Any) -> Any:
     the configuration leaves to vLLM, or with settings that the operator does not have.
     """
     replacement = ROUTERS.get(type(router))
-    if replacement is None or not current_config().oot_decision(replacement.operator):
+    if replacement is None or not custom_ops.decision(replacement.operator):
         return router
     return replacement(router) if replacement.serves(router) else router
 

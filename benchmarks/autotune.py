@@ -1,12 +1,11 @@
-"""AutoTune on a model of benchmarks/e2e: from all operators on one backend to the tuned ones.
+"""AutoTune on a model of benchmarks/e2e: from everything on one backend to the tuned choice.
 
     python -m benchmarks.autotune --model qwen3-30b-a3b --layers 12 --time-budget 8m
 
-Tunes under a configuration with every operator on flagos and attention by flagos in decode and by
-the vendor else, which stays; vendor and reference are available. Then benchmarks/e2e measures
-native vLLM, everything on flagos, everything on the vendor, that configuration and the result in
-turns, compiled and in CUDA graphs, on the tuned workload, and the gains of the result are printed
-with their intervals. Run from the top of the repository.
+Tunes from a mode of benchmarks/e2e, everything on flagos; vendor and reference are available. Then
+benchmarks/e2e measures native vLLM, everything on flagos, everything on the vendor and the result
+in turns, compiled and in CUDA graphs, on the tuned workload, and the gains of the result are
+printed with their intervals. Run from the top of the repository.
 
 What is done is kept in --folder and --out. A call ends within --time-budget; the same command goes
 on from there. More arguments go to `vllm-fl autotune`.
@@ -27,14 +26,12 @@ from typing import Any
 from benchmarks.e2e.__main__ import duration
 from benchmarks.e2e.memory import device_bytes, share
 from benchmarks.e2e.models import write_model
-from benchmarks.e2e.modes import NATIVE
+from benchmarks.e2e.modes import NATIVE, Mode
 from benchmarks.e2e.process import TOP
 from benchmarks.e2e.results import without_folders
 from benchmarks.e2e.workloads import WORKLOADS, Workload
 from vllm_fl.autotune.statistics import widest_estimate
-from vllm_fl.dispatch.ops import CATALOGUE
 
-BASE = "base"
 TUNED = "tuned"
 SINGLE_BACKENDS = ("flagos", "vendor")
 SECONDS_TO_COMPARE = 180.0
@@ -54,7 +51,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--model", default="qwen3-30b-a3b", help="as for benchmarks/e2e")
     add("--layers", type=int, help="cut the model to so many")
     add("--workload", type=Workload.parse, default=WORKLOADS[0], help="BATCHxPROMPTxOUTPUT")
-    add("--backend", default="flagos", help="what every operator starts on; default: flagos")
+    add("--backend", choices=SINGLE_BACKENDS, default="flagos", help="to start from")
     add("--baseline", default=NATIVE, help="of the comparison; default: native")
     add("--rounds", type=int, default=12, help="of the comparison; default: 12")
     add("--time-budget", type=duration, default=480.0, help="of this call; default: 8m")
@@ -90,22 +87,12 @@ def tuning_command(arguments: argparse.Namespace, model: Path, seconds: float) -
     return [
         sys.executable, "-m", "vllm_fl", "autotune", "--model", str(model),
         "--engine", json.dumps(engine_arguments(arguments, model)), "--workload", str(workload),
-        "--keep", "attention_backend", "--out", str(folder / "tuned.yaml"),
+        "--out", str(folder / "tuned.yaml"),
         "--storage", f"sqlite:///{study}", "--time-budget", f"{seconds:.0f}s",
         "--trial-limit", "120s",
         "--verify-starts", "0",  # the comparison is the verification
         "--json", *(["--resume"] if study.exists() else []), *arguments.more,
     ]  # fmt: skip
-
-
-def base_file(arguments: argparse.Namespace) -> Path:
-    """Write the configuration that is tuned."""
-    orders = {op: [arguments.backend, "vendor"] for op in CATALOGUE}
-    attention = {"decode": orders["attention_backend"], "prefill": ["vendor", "reference"]}
-    content = {"op_backends": {**orders, "attention_backend": attention}}
-    path = arguments.folder / "base.yaml"
-    path.write_text(json.dumps(content))  # JSON is YAML
-    return path
 
 
 def tune(arguments: argparse.Namespace, model: Path, seconds: float) -> dict[str, Any]:
@@ -119,7 +106,7 @@ def tune(arguments: argparse.Namespace, model: Path, seconds: float) -> dict[str
         paths = filter(None, (str(TOP), os.environ.get("PYTHONPATH")))
         environ = {
             **os.environ, "PYTHONPATH": os.pathsep.join(paths),
-            "VLLM_FL_CONFIG": str(base_file(arguments)),
+            **Mode.parse(arguments.backend, arguments.folder).environ,
         }  # fmt: skip
         done = subprocess.run(
             tuning_command(arguments, model, seconds), env=environ, stdout=subprocess.PIPE,
@@ -132,7 +119,7 @@ def tune(arguments: argparse.Namespace, model: Path, seconds: float) -> dict[str
 
 def comparison_command(arguments: argparse.Namespace, won: bool, seconds: float) -> list[str]:
     """Return the command that compares the result with single backends and the baseline."""
-    modes = [f"{BASE}={arguments.folder / 'base.yaml'}", *SINGLE_BACKENDS]
+    modes = list(SINGLE_BACKENDS)
     modes += [f"{TUNED}={arguments.folder / 'tuned.yaml'}"] if won else []
     layers = [] if arguments.layers is None else ["--layers", str(arguments.layers)]
     return [
@@ -173,7 +160,7 @@ def report(result: Mapping[str, Any], workload: str) -> str:
             f"{rate['restarting']:.2f} if engines were started for each"
         )
     if outcome["winner"] is None:
-        lines.append(f"every operator stays on {BASE}: {outcome['reason']}")
+        lines.append(f"everything stays as it was: {outcome['reason']}")
     else:
         lines.append(f"result: {outcome['name']}")
     for mode, over in result["gains"].items():

@@ -107,6 +107,14 @@ def test_an_excluded_failure_passes_and_is_reported(acme, verify) -> None:
     assert "rank 4 is too much" in {reason["reason"] for reason in report["reasons"]}
 
 
+def test_what_passes_need_not_be_reported(acme, verify) -> None:
+    acme({COLUMNS: "columns are doubled until 2.1"})
+    done = verify("acme", "-k", "values")
+    assert done.returncode == 0, done.stderr
+    assert "acme on cpu: passed." in done.stdout
+    assert "To report this" not in done.stdout
+
+
 def test_an_excluded_case_that_passes_fails_the_run(acme, verify) -> None:
     acme({COLUMNS: "doubled", "silu_and_mul/values/*-skewed": "no longer true"})
     done = verify("acme", "-k", "values and (columns or skewed)")

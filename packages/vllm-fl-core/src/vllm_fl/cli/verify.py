@@ -81,5 +81,7 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
     verdict = "passed" if passed else f"{tally.failed} cases failed"
     title = f"{target.name} on {target.device}: {verdict}."
     facts_text = f"{key_values(facts)}\n" if facts else ""
-    lines = [title, facts_text, tally.as_text(), "", _TO_REPORT.format(target.name)]
+    lines = [title, facts_text, tally.as_text()]
+    if not passed:
+        lines += ["", _TO_REPORT.format(target.name)]
     return "\n".join(lines), int(not passed)

@@ -1,23 +1,27 @@
 """A job: the variants that Triton would compile for steps of 1 to 8192 tokens, as a line of JSON.
 
-The kernels are not launched: each launch is turned into the key that Triton compiles for.
+The kernels are not launched: each launch is turned into the key that Triton compiles for. The
+driver is a stand-in for an H200's.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import triton
 from triton.runtime.jit import JITFunction
 
-from vllm_fl_flaggems.warmup import token_counts
+from vllm_fl.dispatch.backend import ExpertsShape
+from vllm_fl_flaggems.backend import FlagGemsBackend
 
 MOST = 8192
-keys: set[str] = set()
+SHARED = {"max_shared_mem": 227 * 1024}
+keys: set[Any] = set()
 _binders: dict[Any, Callable[..., Any]] = {}
 
 
@@ -26,17 +30,37 @@ def record(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any
     if self not in _binders:
         _binders[self] = self.create_binder()[-1]
     _, specialization, options = _binders[self](*args, **kwargs)
-    keys.add(f"{self.fn.__name__} {specialization} {sorted(options.items())}")
+    keys.add((self.fn.__name__, tuple(specialization), str(options)))
 
 
 triton.runtime.driver.set_active(
     types.SimpleNamespace(
-        get_current_target=lambda: triton.backends.compiler.GPUTarget("cuda", 90, 32)
+        get_current_target=lambda: triton.backends.compiler.GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        utils=types.SimpleNamespace(get_device_properties=lambda device: SHARED),
     )
 )
 JITFunction.run = record
 
-from vllm_fl_flaggems.ops import activation, norm, rotary  # noqa: E402
+from vllm_fl_flaggems.attention.planning import (  # noqa: E402
+    ANY_LENGTH,
+    Mathematics,
+    Step,
+    attend,
+    compile_variants,
+)
+from vllm_fl_flaggems.ops import (  # noqa: E402
+    activation,
+    align,
+    experts,
+    moe_sum,
+    norm,
+    rotary,
+    routing,
+)
+
+# What runs there is chosen by the policy; here it is ours.
+experts.call_op = lambda name, *args: vars({"moe_sum": moe_sum}.get(name, align))[name](*args)
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -59,7 +83,35 @@ def rotate(tokens: int, packed: int, query: int, key: int) -> None:
     )
 
 
-LAYERS: dict[str, Callable[[int], object]] = {
+class Experts:
+    """Routing and experts of a layer."""
+
+    def __init__(self, shape: ExpertsShape) -> None:
+        self.shape = s = shape
+        self.w1, self.w2 = empty(s.local, 2 * s.inner, s.hidden), empty(s.local, s.hidden, s.inner)
+        self.bias = empty(s.routed, dtype=torch.float32)
+        self.map = None if s.local == s.experts else empty(s.experts, dtype=torch.int32)
+
+    def __call__(self, tokens: int) -> None:
+        """Run a step of so many tokens on each rank."""
+        s = self.shape
+        tokens *= s.ranks
+        scores = empty(tokens, s.routed)
+        if s.groups > 1:
+            weights, ids = routing.grouped_topk(
+                scores, s.groups, s.groups // 2, s.k, True, 1.0, self.bias, 1
+            )
+        else:
+            weights = empty(tokens, s.k, dtype=torch.float32)
+            ids, places = (empty(tokens, s.k, dtype=torch.int32) for _ in range(2))
+            routing.topk_softmax(weights, ids, places, scores, True)
+        experts.fused_experts(
+            empty(tokens, s.hidden), self.w1, self.w2, weights, ids, global_num_experts=s.experts,
+            expert_map=self.map,
+        )  # fmt: skip
+
+
+DENSE: dict[str, Callable[[int], object]] = {
     "silu": lambda t: activation.silu_and_mul(empty(t, 2 * 12288)),
     "silu, narrow": lambda t: activation.silu_and_mul(empty(t, 2 * 96)),
     "gelu": lambda t: activation.gelu_and_mul(empty(t, 2 * 1000), "tanh"),
@@ -71,14 +123,116 @@ LAYERS: dict[str, Callable[[int], object]] = {
     "rotary": lambda t: rotate(t, 48, 32, 8),
     "rotary, few heads": lambda t: rotate(t, 3, 1, 1),
 }
+EXPERTS = {
+    "Qwen3-30B-A3B": ExpertsShape(8, 128, 1, 128, 128, 2048, 768, 2),
+    "Mixtral-8x7B": ExpertsShape(2, 8, 1, 8, 8, 4096, 14336, 2),
+    "Mixtral-8x7B, half of its experts": ExpertsShape(2, 8, 1, 8, 4, 4096, 14336, 2),
+    "DeepSeek-V3 on 8 ranks of data": ExpertsShape(8, 256, 8, 256, 32, 7168, 2048, 2, ranks=8),
+    "small and odd": ExpertsShape(3, 7, 1, 7, 7, 96, 40, 2),
+}
+BLOCK = 16
 
-report = {}
-for name, layer in LAYERS.items():
-    for count in token_counts(MOST):
-        layer(count)
-    warm = set(keys)
-    for count in range(1, MOST + 1):
-        layer(count)
-    report[name] = {"warm": len(warm), "late": sorted(keys - warm)}
-    keys.clear()
-print(json.dumps(report))
+
+class Attention:
+    """The attention of a layer of (query heads, kv heads, head size) with a cache."""
+
+    def __init__(self, heads: int, kv_heads: int, size: int, longest: int) -> None:
+        self.heads, self.size, self.longest = heads, size, longest
+        cache = empty(100, kv_heads, BLOCK, 2 * size).transpose(1, 2)
+        self.cache = (cache[..., :size], cache[..., size:])
+        self.layer = Mathematics(size**-0.5)
+
+    def step(self, tokens: int, requests: int, queries: tuple[int, int], columns: int = 7) -> Step:
+        """Describe a step, with slices of larger buffers."""
+        numbers = empty(1000, dtype=torch.int32)
+        return Step(
+            tokens=tokens,
+            query_start=numbers[: requests + 1],
+            lengths=numbers[1 : requests + 1],
+            table=empty(requests, columns, dtype=torch.int32),
+            causal=True,
+            queries=queries,
+            longest=self.longest,
+        )
+
+    def warm_up(self, requests: int, tokens: int) -> None:
+        """Do what the implementation does for a layer before it serves."""
+        both = (empty(1, self.heads, self.size) for _ in range(2))
+        compile_variants(
+            *both, *self.cache, self.step(1, 1, (1, 1)), self.layer, requests, tokens
+        )
+
+    def __call__(self, step: Step) -> None:
+        """Run a step, the query a slice of a packed projection."""
+        packed = empty(step.tokens, 2 * self.heads * self.size)
+        query = packed[:, : self.heads * self.size].view(step.tokens, self.heads, self.size)
+        attend(empty(*query.shape), query, *self.cache, step, self.layer)
+
+
+def decodes(layer: Attention, requests: int = 256) -> Iterable[Step]:
+    """Yield steps of pure decode."""
+    return (layer.step(n, n, (1, 1), columns=n) for n in range(1, requests + 1))
+
+
+def others(layer: Attention) -> Iterable[Step]:
+    """Yield steps of prefill and mixed steps, of any length."""
+    for tokens in (*range(2, 600), *range(600, MOST, 97), MOST):
+        yield layer.step(tokens, 1, (tokens, tokens))
+        yield layer.step(tokens, 2, (1, tokens - 1))
+        yield layer.step(tokens, min(tokens, 256), (1, -(-tokens // 256)), columns=64)
+        yield layer.step(tokens, min(tokens, 256), ANY_LENGTH)
+
+
+ATTENTION = {
+    f"attention {heads}/{kv_heads} of {size}, {longest} tokens": (heads, kv_heads, size, longest)
+    for heads, kv_heads, size, longest in (
+        (8, 8, 64, 40960), (32, 8, 128, 40960), (64, 8, 128, 8192), (16, 8, 256, 40960),
+        (4, 1, 64, 100), (128, 1, 128, 40960),
+    )
+}  # fmt: skip
+
+
+def main() -> None:
+    """Print name -> how many variants are warm, the counts run for it, and those that are late."""
+    left_out = json.loads(sys.argv[1]) if sys.argv[1:] else None  # a range to leave out, for a test
+    report = {}
+
+    def late(name: str, warm_up: Callable[[], object], serve: Callable[[], object]) -> None:
+        keys.clear()
+        runs = warm_up()
+        warm = set(keys)
+        serve()
+        compiled = sorted({key[0] for key in keys - warm})
+        report[name] = {"warm": len(warm), "late": compiled, "runs": runs}
+
+    def layer(name: str, run: Callable[[int], object], shapes: list[ExpertsShape]) -> None:
+        ranges = FlagGemsBackend().warmup_tokens(MOST, shapes)
+        if left_out is not None and shapes:
+            del ranges[left_out]
+        counts = sorted({counts[-1] for counts in ranges})
+        late(
+            name,
+            lambda: [run(count) for count in counts] and len(counts),
+            lambda: [run(count) for count in range(1, MOST + 1)],
+        )
+
+    for name, run in DENSE.items():
+        layer(name, run, [])
+    for name, shape in EXPERTS.items():
+        layer(name, Experts(shape), [shape])
+    for name, sizes in ATTENTION.items():
+        attention = Attention(*sizes)
+        for phase, tokens, steps in (
+            ("decode", 1, decodes(attention)),
+            ("all", MOST, (*decodes(attention), *others(attention))),
+        ):
+            late(
+                f"{name}, {phase}",
+                lambda tokens=tokens: attention.warm_up(256, tokens),
+                lambda steps=steps: [attention(step) for step in steps],
+            )
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

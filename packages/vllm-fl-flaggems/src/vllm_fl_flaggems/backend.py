@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from vllm_fl.dispatch.backend import Backend, Implementation
+from collections.abc import Sequence
+
+from vllm_fl.dispatch.backend import Backend, ExpertsShape, Implementation
 from vllm_fl.dispatch.types import BackendImplKind
-from vllm_fl_flaggems.availability import triton_availability
+from vllm_fl_flaggems.availability import interpreted, triton_availability
 from vllm_fl_flaggems.gems import aten
 from vllm_fl_flaggems.gems.source import installed
 from vllm_fl_flaggems.gems.start import start
 from vllm_fl_flaggems.notes import facts
-from vllm_fl_flaggems.warmup import token_counts
+from vllm_fl_flaggems.warmup import token_ranges
 
 _OPS = "vllm_fl_flaggems.ops"
 _FLOATS = ("float16", "bfloat16", "float32")
@@ -71,9 +73,13 @@ class FlagGemsBackend(Backend):
         """Let flag_gems run ATen operators, if the user asks for it."""
         start(rank)
 
-    def warmup_tokens(self, most: int) -> tuple[int, ...]:
-        """The token counts that compile every variant of the kernels of dense layers."""
-        return token_counts(most)
+    def warmup_tokens(self, most: int, experts: Sequence[ExpertsShape]) -> list[range]:
+        """The token counts between which the kernels' variants change; none if interpreted."""
+        if interpreted():
+            return []
+        from vllm_fl_flaggems.kernels.launch import shared_memory
+
+        return token_ranges(most, experts, shared_memory())
 
     def facts(self) -> dict[str, object]:
         """What is said about flag_gems in `vllm-fl doctor`."""

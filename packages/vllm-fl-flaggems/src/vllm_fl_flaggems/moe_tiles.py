@@ -269,8 +269,11 @@ def _narrowed(tile: MatmulTile, columns: int, depth: int) -> MatmulTile:
 
 
 def _group(each: int) -> int:
-    """Return how many blocks share a pass: those of an expert, which read the same weights."""
-    return max(1, min(16, each))
+    """Return how many blocks share a pass: those of an expert, which read the same weights.
+
+    A power of two, not above: each number is another variant to compile.
+    """
+    return 1 << max(1, min(16, each)).bit_length() - 1
 
 
 def _spread(tile: MatmulTile, choices: int, columns: int) -> MatmulTile:

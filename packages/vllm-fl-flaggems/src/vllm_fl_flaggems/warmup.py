@@ -1,19 +1,71 @@
-"""The token counts that make Triton compile every variant of norms, activations and rotary.
+"""The token counts that make Triton compile every variant of the kernels outside attention.
 
 Triton compiles a kernel anew for each dtype, constexpr, and class of an integer argument: 1, a
 multiple of 16, or another. What grows with the number of tokens is not classed in these kernels
-(``do_not_specialize``) or is the grid, strides come from the layer, and a tile choice steps once,
-from few tokens to many. So the fewest and the most tokens between them reach every variant. The
-kernels of experts and attention have more steps; what lies between is not compiled ahead.
+(``do_not_specialize``) or is the grid, and strides come from the layer: only the choice of a tile
+is left. Norms, activations and rotary have two tiles at most, for few tokens and for many, so the
+fewest and the most tokens reach both. Experts and their routing have more, and the choices are
+followed: pure functions, asked without a launch.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
 
-def token_counts(most: int) -> tuple[int, ...]:
-    """Return the counts to run once before serving.
+from vllm_fl.dispatch.backend import ExpertsShape
+from vllm_fl_flaggems.moe_tiles import (
+    align_tile,
+    experts_tile,
+    grouped_tile,
+    sum_tile,
+    topk_tile,
+)
+
+
+def token_ranges(most: int, experts: Iterable[ExpertsShape], memory: int) -> list[range]:
+    """Return ranges of token counts in which the same variants run.
 
     Args:
-        most: the largest number of tokens that a step may have.
+        most: the largest number of tokens of a step.
+        experts: the mixture-of-experts layers.
+        memory: bytes of shared memory that a program can have.
     """
-    return tuple(sorted({1, most}))
+    ends = [range(1, 2), range(most, most + 1)]
+    steps = (stretches(lambda n, s=shape: expert_tiles(n, s, memory), most) for shape in experts)
+    return list(dict.fromkeys([*ends, *(counts for shape in steps for counts in shape)]))
+
+
+def stretches(choice: Callable[[int], object], most: int) -> Iterator[range]:
+    """Yield the ranges of 1 to ``most`` in which a choice stays; none may come back after another.
+
+    The choice is asked for a few numbers alone, by bisection.
+    """
+    first = 1
+    while first <= most:
+        chosen = choice(first)
+        others = range(first + 1, most + 1)
+        end = first + 1 + bisect_left(others, True, key=lambda n: choice(n) != chosen)
+        yield range(first, end)
+        first = end
+
+
+def expert_tiles(tokens: int, shape: ExpertsShape, memory: int) -> tuple[object, ...]:
+    """Return every tile that a step of so many tokens takes in a layer, and how it is sorted.
+
+    Args:
+        tokens: of this rank.
+        shape: the layer.
+        memory: bytes of shared memory that a program can have.
+    """
+    tokens *= shape.ranks
+    # Not through the cache, which would keep what no step ever has.
+    tile = experts_tile.__wrapped__(
+        tokens, shape.k, shape.local, shape.hidden, shape.inner, shape.itemsize, memory
+    )
+    routing = (
+        topk_tile(tokens, shape.routed, shape.k),
+        grouped_tile(shape.routed, shape.groups, shape.k, tokens),
+    )
+    sorting = None if tile.direct else align_tile(tokens * shape.k, shape.experts, tile.rows)
+    return (*routing, sorting, tile, sum_tile(tokens, shape.hidden))

@@ -1,6 +1,12 @@
 """The dispatcher: which implementation of each operator runs. Imports neither torch nor vLLM."""
 
-from vllm_fl.dispatch.backend import BACKEND_API, Backend, Device, Implementation
+from vllm_fl.dispatch.backend import (
+    BACKEND_API,
+    Backend,
+    Device,
+    ExpertsShape,
+    Implementation,
+)
 from vllm_fl.dispatch.default import (
     bind_op,
     call_op,
@@ -63,6 +69,7 @@ __all__ = [
     "ConfigError",
     "Decision",
     "Device",
+    "ExpertsShape",
     "Implementation",
     "NoImplementationError",
     "OpImpl",

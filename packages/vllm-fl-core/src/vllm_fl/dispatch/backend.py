@@ -6,7 +6,7 @@ listing the installed backends imports neither torch nor any vendor library.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -59,6 +59,33 @@ class Implementation:
     traceable: bool = True
     in_place: bool = True
     note: str = ""
+
+
+@dataclass(frozen=True)
+class ExpertsShape:
+    """A mixture-of-experts layer of the model, as its kernels see it.
+
+    Attributes:
+        k: choices of a token.
+        routed: experts that the router chooses from.
+        groups: groups that they are in; 1 for none.
+        experts: range of the chosen numbers, redundant experts included.
+        local: experts whose weights this rank has.
+        hidden: size of the hidden state.
+        inner: size between the two products, on this rank.
+        itemsize: bytes of an element of the hidden state.
+        ranks: data-parallel ranks whose tokens the layer gets together.
+    """
+
+    k: int
+    routed: int
+    groups: int
+    experts: int
+    local: int
+    hidden: int
+    inner: int
+    itemsize: int
+    ranks: int = 1
 
 
 class Backend:
@@ -115,11 +142,17 @@ class Backend:
             rank: the process's rank among those that run the model.
         """
 
-    def warmup_tokens(self, most: int) -> Iterable[int]:
-        """Token counts to run the model with before it serves, so that nothing compiles later.
+    def warmup_tokens(self, most: int, experts: Sequence[ExpertsShape]) -> Iterable[range]:
+        """Ranges of token counts in which the same variants of the backend's kernels run.
+
+        The model runs with one count of each range before it serves, so that nothing compiles
+        later. Called in the worker, when the model is loaded; only for a backend that runs one of
+        its operators. Attention is not part of these runs: its implementation has ``warm_up``
+        (:mod:`vllm_fl.integration.warmup`).
 
         Args:
             most: the largest number of tokens of a step.
+            experts: the model's mixture-of-experts layers, each shape once.
         """
         return ()
 

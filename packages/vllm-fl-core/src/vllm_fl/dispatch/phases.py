@@ -16,6 +16,7 @@ from vllm_fl.dispatch.ops import CATALOGUE, get_spec
 
 DECODE = "decode"
 PREFILL = "prefill"
+PHASES = (DECODE, PREFILL)
 
 
 def phase_name(op_name: str, phase: str) -> str:

@@ -22,6 +22,7 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.platforms import current_platform
 
 from vllm_fl.dispatch import env
+from vllm_fl.dispatch.backend import ExpertsShape
 from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.ops import EXPERT_ACTIVATIONS
@@ -310,6 +311,30 @@ class MoERunnerFL(MoERunner):
         self.router = dispatched(self.router)
         # The handle's place in the model, for reports by layer: a router is no module.
         self._op = getattr(self.router, "_op", None)
+
+
+def expert_shapes(model: torch.nn.Module) -> list[ExpertsShape]:
+    """Return the shapes of the layers that route or compute through an operator, each once."""
+    found: dict[ExpertsShape, None] = {}
+    for layer in model.modules():
+        if not isinstance(layer, MoERunner):
+            continue
+        method, router = layer.routed_experts.quant_method, layer.router
+        if isinstance(method, UnquantizedFusedMoEMethodFL) or isinstance(router, DispatchedRouter):
+            moe = layer.moe_config
+            shape = ExpertsShape(
+                k=moe.experts_per_token,
+                routed=moe.num_logical_experts,
+                groups=getattr(router, "num_expert_group", 1) or 1,
+                experts=moe.num_experts,
+                local=moe.num_local_experts,
+                hidden=moe.hidden_dim,
+                inner=moe.intermediate_size_per_partition,
+                itemsize=moe.in_dtype.itemsize,
+                ranks=moe.moe_parallel_config.dp_size,
+            )
+            found[shape] = None
+    return list(found)
 
 
 def layer_classes() -> dict[str, dict[str, type[Any]]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from vllm_fl.dispatch.phases import DECODE, PREFILL
+from vllm_fl.dispatch.phases import DECODE, PHASES, PREFILL
 
 _NUMBERS = {"num_blocks": 7, "block_size": 64, "num_kv_heads": 3, "head_size": 128}
 """Sizes of a cache to compare layouts by, each another one."""
@@ -70,6 +71,12 @@ class PhasedImpl(AttentionImpl[Any]):
         """Let both prepare what they need."""
         for part in self.parts.values():
             part.process_weights_after_loading(act_dtype)
+
+    def warm_up(self, kv_cache: Any, vllm_config: Any, phases: Collection[str] = PHASES) -> None:
+        """Let each implementation that can compile what its phase alone needs."""
+        for phase, part in self.parts.items():
+            if phase in phases and hasattr(part, "warm_up"):
+                part.warm_up(kv_cache, vllm_config, (phase,))
 
     def forward(
         self,

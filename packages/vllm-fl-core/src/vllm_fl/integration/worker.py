@@ -12,6 +12,7 @@ from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.report import operator_table
 from vllm_fl.integration.handover import adopt
 from vllm_fl.integration.tuning import TuningMethods
+from vllm_fl.integration.warmup import warm_up
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,21 +46,6 @@ def start_backends(vllm_config: VllmConfig, rank: int) -> None:
                 )
 
 
-def warmup_sizes(vllm_config: VllmConfig) -> list[int]:
-    """Return the token counts that bound backends want run, but for those that vLLM runs itself.
-
-    vLLM runs the most tokens of a step when it profiles memory, and each size that it captures.
-    """
-    most = vllm_config.scheduler_config.max_num_batched_tokens
-    wheels = {impl.distribution for impl in get_default_manager().bound()}
-    wanted: set[int] = set()
-    for record in discovery.get_discovered_plugins():
-        if record.backend is not None and record.distribution in wheels:
-            wanted.update(record.backend.warmup_tokens(most))
-    captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
-    return sorted(wanted - {most, *captured})
-
-
 class _WorkerHooks:
     """What runs around vLLM's own methods of a worker."""
 
@@ -71,13 +57,15 @@ class _WorkerHooks:
         return parent.load_model(*args, **kwargs)
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Let vLLM warm up, then run what the backends' kernels need compiled."""
+        """Run what the backends' kernels need compiled, then let vLLM warm up.
+
+        In this order no graph is captured yet, which would stand in for a smaller step, and what
+        vLLM says about kernels that are compiled too late is right.
+        """
         worker: Any = self
+        warm_up(worker.vllm_config, worker.model_runner)
         parent: Any = super()
-        result = parent.compile_or_warm_up_model(*args, **kwargs)
-        for size in warmup_sizes(worker.vllm_config):
-            worker.model_runner._dummy_run(size, skip_eplb=True)
-        return result
+        return parent.compile_or_warm_up_model(*args, **kwargs)
 
 
 class WorkerExtensionFL(TuningMethods):

@@ -5,6 +5,7 @@ Works with vLLM 0.26 to 0.33; methods that only some of them call say so.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_fl.dispatch.phases import PHASES, PREFILL
 from vllm_fl.integration.attention_checks import (
     check_blocks,
     check_layer,
@@ -34,7 +36,13 @@ from vllm_fl.integration.attention_checks import (
     refuse,
 )
 from vllm_fl.integration.layers import bind, recover
-from vllm_fl_flaggems.attention.planning import ANY_LENGTH, Mathematics, Step, attend
+from vllm_fl_flaggems.attention.planning import (
+    ANY_LENGTH,
+    Mathematics,
+    Step,
+    attend,
+    compile_variants,
+)
 
 WHO = "the Triton attention of vllm-fl-flaggems"
 LARGEST_HEAD = 256
@@ -309,7 +317,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
 
     def do_kv_cache_update(
         self,
-        layer: AttentionLayer,
+        layer: AttentionLayer | None,
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
@@ -372,6 +380,47 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         keys, values = self._halves(kv_cache)
         attend(output, query, keys, values, attn_metadata.step, self.layer)
         return output
+
+    def warm_up(
+        self, kv_cache: Tensor, vllm_config: VllmConfig, phases: Collection[str] = PHASES
+    ) -> None:
+        """Compile every variant of the kernels that steps of these phases may need.
+
+        They are launched for a request without tokens: every program ends at once, and what the
+        cache holds is neither read nor written.
+
+        Args:
+            kv_cache: ``[blocks, num_kv_heads, block_size, 2 * head_size]``, the layer's own.
+            vllm_config: how many requests and tokens there may be.
+            phases: of the steps that this implementation will get.
+        """
+        keys, values = self._halves(kv_cache)
+        heads = kv_cache.new_zeros((1, self.num_heads, self.head_size))
+        nothing = torch.zeros(2, dtype=torch.int32, device=kv_cache.device)
+        if self.kv_sharing_target_layer_name is None:
+            new = heads[:, : self.num_kv_heads]
+            no_slot = torch.full((1,), -1, dtype=torch.int64, device=kv_cache.device)
+            self.do_kv_cache_update(None, new, new, kv_cache, no_slot)
+        empty = Step(
+            tokens=1,
+            query_start=nothing,
+            lengths=nothing[:1],
+            table=nothing[:1, None],
+            causal=True,
+            queries=(1, 1),
+            longest=vllm_config.model_config.max_model_len,
+        )
+        scheduler = vllm_config.scheduler_config
+        compile_variants(
+            torch.empty_like(heads),
+            heads,
+            keys,
+            values,
+            empty,
+            self.layer,
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens if PREFILL in phases else 1,
+        )
 
     def _halves(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
         """Return key and value cache, ``[blocks, block_size, num_kv_heads, head_size]``."""

@@ -7,14 +7,15 @@ each kernel finds the lengths on the device and passes over the requests that ar
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from vllm_fl_flaggems.kernels.attention_decode import decode
+from vllm_fl_flaggems.kernels.attention_decode import decode, variant_of
 from vllm_fl_flaggems.kernels.attention_prefill import prefill
-from vllm_fl_flaggems.tiles import decode_tile, prefill_tile
+from vllm_fl_flaggems.tiles import DecodeTile, decode_tile, prefill_tile
 
 ANY_LENGTH = (1, sys.maxsize)
 """The bounds of query lengths of which nothing is known."""
@@ -105,3 +106,51 @@ def attend(
             sinks=layer.sinks, slopes=layer.slopes,
             tile=prefill_tile(size, itemsize, min(most, step.tokens) * group),
         )  # fmt: skip
+
+
+def compile_variants(
+    out: Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    empty: Step,
+    layer: Mathematics,
+    requests: int,
+    tokens: int,
+) -> None:
+    """Launch each variant of the kernels that :func:`attend` may need, for a step without work.
+
+    Args:
+        out, query: ``[1, heads, D]``, as in :func:`attend`; neither is used.
+        keys, values: as in :func:`attend`; not read.
+        empty: one request without query tokens and keys.
+        layer: the mathematics.
+        requests: most requests of a step.
+        tokens: most query tokens of a request.
+    """
+    heads, size = query.shape[1:]
+    kv_heads, itemsize = keys.shape[2], query.element_size()
+    group = heads // kv_heads
+    shared = {
+        "scale": layer.scale, "causal": empty.causal, "window": layer.window, "cap": layer.cap,
+        "sinks": layer.sinks, "slopes": layer.slopes,
+    }  # fmt: skip
+    tensors = (out, query, keys, values, empty.table, empty.query_start, empty.lengths)
+    short = short_queries(group)
+    for tile in _decode_variants(size, itemsize, group, kv_heads, requests, empty.longest):
+        decode(*tensors, tile=tile, **shared)
+    if tokens > short:
+        prefilling = {prefill_tile(size, itemsize, n * group) for n in (short + 1, tokens)}
+        for tile in prefilling:
+            prefill(*tensors, shorter=short, most=1, tile=tile, **shared)
+
+
+@functools.cache  # a model has many layers of a kind
+def _decode_variants(
+    size: int, itemsize: int, group: int, kv_heads: int, requests: int, longest: int
+) -> tuple[DecodeTile, ...]:
+    tiles = (
+        decode_tile(size, itemsize, group, count * kv_heads, longest)
+        for count in range(1, requests + 1)
+    )
+    return tuple(dict.fromkeys(variant_of(tile) for tile in tiles))

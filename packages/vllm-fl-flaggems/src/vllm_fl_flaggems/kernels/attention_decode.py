@@ -11,6 +11,8 @@ once. The parts are joined in order, so that the same call gives the same bits.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -39,7 +41,11 @@ def _span(
     return first_key, first_tile, (tiles + splits - 1) // splits * BLOCK_N
 
 
-@triton.jit(do_not_specialize=["window", "splits"])
+# Metadata may be slices of vLLM's buffers that begin anywhere.
+@triton.jit(
+    do_not_specialize=["window", "splits", "table_stride"],
+    do_not_specialize_on_alignment=["table", "query_start", "lengths", "causal"],
+)
 def _decode_kernel(
     out,
     parts,
@@ -145,7 +151,10 @@ def _decode_kernel(
             tl.store(logs + part, top + tl.log2(total), mask=valid)
 
 
-@triton.jit(do_not_specialize=["window", "splits"])
+@triton.jit(
+    do_not_specialize=["window", "splits"],
+    do_not_specialize_on_alignment=["query_start", "lengths"],
+)
 def _join_kernel(
     out,
     parts,
@@ -194,6 +203,11 @@ def _join_kernel(
         result = tl.sum(part_result * weight[:, None], axis=0) / total
         target = (begin + token).to(tl.int64) * out_token_stride + head * out_head_stride
         tl.store(out + target + column, result.to(out.dtype.element_ty), mask=column < D)
+
+
+def variant_of(tile: DecodeTile) -> DecodeTile:
+    """Return a tile that stands for all for which the kernels are compiled to the same code."""
+    return replace(tile, splits=power_of_2(tile.splits))
 
 
 def decode(

@@ -38,7 +38,11 @@ def _request_of(block, query_start, requests, TOKENS: tl.constexpr):
     return request
 
 
-@triton.jit(do_not_specialize=["blocks", "requests", "together", "shorter", "window"])
+# Metadata may be slices of vLLM's buffers that begin anywhere.
+@triton.jit(
+    do_not_specialize=["blocks", "requests", "together", "shorter", "window", "table_stride"],
+    do_not_specialize_on_alignment=["table", "query_start", "lengths", "causal"],
+)
 def _prefill_kernel(
     out,
     query,

@@ -157,37 +157,69 @@ def test_the_extension_goes_before_the_worker_s_own_methods(acme, monkeypatch):
     assert made.seen == [([3], True)]
     assert hasattr(made, "fl_operator_table")
 
-    monkeypatch.setattr(worker, "warmup_sizes", lambda config: [1, 7])
-    made.model_runner = SimpleNamespace(_dummy_run=lambda *args, **kw: made.seen.append((args, kw)))
+    warmed = []
+    monkeypatch.setattr(worker, "warm_up", lambda *given: warmed.append((given, *made.seen[1:])))
+    made.model_runner = "runner"
     assert made.compile_or_warm_up_model() == 1.5
-    assert made.seen[1:] == ["warm", ((1,), {"skip_eplb": True}), ((7,), {"skip_eplb": True})]
+    assert warmed == [((made.vllm_config, "runner"),)]  # before vLLM's own, which watches us then
+    assert made.seen[1:] == ["warm"]
 
 
 @pytest.mark.parametrize(
-    ("captured", "sizes"), [(None, [1, 100]), ([], [1, 100]), ([1, 2, 4], [100])]
+    ("mode", "captured", "sizes"),
+    [
+        ("NONE", [], [4, 100]),
+        ("FULL_AND_PIECEWISE", [1, 2, 4], [100]),
+        ("FULL", [2, 8, 60], []),
+        ("FULL_DECODE_ONLY", [1, 2, 4], [4, 100]),
+    ],
 )
-def test_bound_backends_say_what_to_warm_up(wheels, captured, sizes):
+def test_bound_backends_say_what_to_warm_up(wheels, mode, captured, sizes):
     pytest.importorskip("vllm")
     wheels.add(
         "acme",
         ACME.replace(
             "def facts",
-            "def warmup_tokens(self, most): return (1, 100, most)\n"
+            "def warmup_tokens(self, most, experts):\n"
+            "        assert experts == []\n"
+            "        return range(2, 5), range(50, 101), range(3, 9), range(9000, most + 1)\n"
             "    def silu_and_mul(self, x): return x\n    def facts",
         ),
     )
     code = f"""
 import json
 from types import SimpleNamespace as N
+from torch import nn
+from vllm.config import CUDAGraphMode
 from vllm_fl.dispatch import get_default_manager
-from vllm_fl.integration.worker import warmup_sizes
-config = N(scheduler_config=N(max_num_batched_tokens=8192),
-           compilation_config=N(cudagraph_capture_sizes={captured!r}))
-before = warmup_sizes(config)
+from vllm_fl.integration.warmup import dummy_runs
+config = N(scheduler_config=N(max_num_batched_tokens=9999),
+           compilation_config=N(cudagraph_mode=CUDAGraphMode.{mode},
+                                cudagraph_capture_sizes={captured!r}))
+before = dummy_runs(config, nn.Linear(1, 1))
 handle = get_default_manager().bind("silu_and_mul")
-print(json.dumps([before, warmup_sizes(config)]))
+print(json.dumps([before, dummy_runs(config, nn.Linear(1, 1))]))
 """
     assert wheels.python(code, VLLM_FL_PER_OP="silu_and_mul=vendor") == [[], sizes]
+
+
+def test_attention_warms_up_where_it_can_and_has_a_cache():
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("vllm")
+    from vllm_fl.integration.warmup import warm_up_attention
+
+    called = []
+    able = SimpleNamespace(warm_up=lambda *given: called.append(given))
+    cache = torch.zeros(3)
+    layers = {
+        "able": SimpleNamespace(impl=able, kv_cache=cache),
+        "without a cache": SimpleNamespace(impl=able, kv_cache=cache[:0]),
+        "not able": SimpleNamespace(impl=SimpleNamespace(), kv_cache=cache),
+        "experts": SimpleNamespace(),
+    }
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    assert warm_up_attention(config) == 1
+    assert called == [(cache, config)]
 
 
 def test_lines_are_added_once_in_one_write(tmp_path):

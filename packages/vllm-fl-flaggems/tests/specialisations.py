@@ -7,9 +7,8 @@ driver is a stand-in for an H200's.
 from __future__ import annotations
 
 import json
-import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import triton
 from triton.runtime.jit import JITFunction
 
 from vllm_fl.dispatch.backend import ExpertsShape
+from vllm_fl.integration.warmup import missing_counts
 from vllm_fl_flaggems.backend import FlagGemsBackend
 
 MOST = 8192
@@ -142,14 +142,17 @@ class Attention:
         self.cache = (cache[..., :size], cache[..., size:])
         self.layer = Mathematics(size**-0.5)
 
-    def step(self, tokens: int, requests: int, queries: tuple[int, int], columns: int = 7) -> Step:
-        """Describe a step, with slices of larger buffers."""
-        numbers = empty(1000, dtype=torch.int32)
+    def step(
+        self, tokens: int, requests: int, queries: tuple[int, int], columns: int = 16, begin: int = 1
+    ) -> Step:
+        """Describe a step, with slices of larger buffers that begin anywhere."""
+        # Not "meta": tensors there have no address.
+        numbers = torch.empty(requests * columns + 4, dtype=torch.int32)[begin:]
         return Step(
             tokens=tokens,
             query_start=numbers[: requests + 1],
-            lengths=numbers[1 : requests + 1],
-            table=empty(requests, columns, dtype=torch.int32),
+            lengths=numbers[:requests],
+            table=numbers[: requests * columns].view(requests, columns),
             causal=True,
             queries=queries,
             longest=self.longest,
@@ -159,7 +162,7 @@ class Attention:
         """Do what the implementation does for a layer before it serves."""
         both = (empty(1, self.heads, self.size) for _ in range(2))
         compile_variants(
-            *both, *self.cache, self.step(1, 1, (1, 1)), self.layer, requests, tokens
+            *both, *self.cache, self.step(1, 1, (1, 1), begin=0), self.layer, requests, tokens
         )
 
     def __call__(self, step: Step) -> None:
@@ -193,8 +196,7 @@ ATTENTION = {
 
 
 def main() -> None:
-    """Print name -> how many variants are warm, the counts run for it, and those that are late."""
-    left_out = json.loads(sys.argv[1]) if sys.argv[1:] else None  # a range to leave out, for a test
+    """Print name -> how many variants are warm, how many runs core adds, and what is late."""
     report = {}
 
     def late(name: str, warm_up: Callable[[], object], serve: Callable[[], object]) -> None:
@@ -205,21 +207,29 @@ def main() -> None:
         compiled = sorted({key[0] for key in keys - warm})
         report[name] = {"warm": len(warm), "late": compiled, "runs": runs}
 
-    def layer(name: str, run: Callable[[int], object], shapes: list[ExpertsShape]) -> None:
-        ranges = FlagGemsBackend().warmup_tokens(MOST, shapes)
-        if left_out is not None and shapes:
-            del ranges[left_out]
-        counts = sorted({counts[-1] for counts in ranges})
-        late(
-            name,
-            lambda: [run(count) for count in counts] and len(counts),
-            lambda: [run(count) for count in range(1, MOST + 1)],
-        )
+    def layer(
+        name: str,
+        run: Callable[[int], object],
+        shapes: Sequence[ExpertsShape] = (),
+        captured: Sequence[int] = (),
+    ) -> None:
+        """Run the counts that vLLM runs, those that core adds, and then all."""
+        done = {*captured, MOST}
+        counts = missing_counts(FlagGemsBackend().warmup_tokens(MOST, shapes), done)
+
+        def warm_up() -> int:
+            for count in (*done, *counts):
+                run(count)
+            return len(counts)
+
+        late(name, warm_up, lambda: [run(count) for count in range(1, MOST + 1)])
 
     for name, run in DENSE.items():
-        layer(name, run, [])
+        layer(name, run)
     for name, shape in EXPERTS.items():
         layer(name, Experts(shape), [shape])
+    shape = EXPERTS["Qwen3-30B-A3B"]
+    layer("with graphs", Experts(shape), [shape], [1, 2, 4, *range(8, 513, 8)])
     for name, sizes in ATTENTION.items():
         attention = Attention(*sizes)
         for phase, tokens, steps in (

@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("vllm_fl_flaggems")
 
 NEW_TOKENS = 4
+LAYERS = 4
 BACKEND = "vllm_fl_flaggems.attention.backend.AttentionFLBackend"
 TRITON = {
     "TRITON_INTERPRET": "1",
@@ -45,6 +46,7 @@ def test_chunked_prefill_beside_decodes(generate):
     """One implementation throughout."""
     result = generate(TRITON)
     assert f"Attention backend: {BACKEND} (default.flagos" in result["log"]
+    assert f"Warmed up: attention of {LAYERS} layers; steps of [] tokens" in result["log"]
     used = {row["op"]: row["implementation"] for row in result["operators"][0]}
     calls = {row["op"]: row["calls"] for row in result["operators"][0]}
     assert used["reshape_and_cache_flash"] == "default.flagos"
@@ -56,6 +58,7 @@ def test_decode_and_prefill_by_different_implementations(generate):
     """Decode by Triton, prefill by plain PyTorch; a step with both is prefill."""
     result = generate({**TRITON, "VLLM_FL_PER_OP": BY_PHASE})
     assert f"Attention backend for decode: {BACKEND} (default.flagos" in result["log"]
+    assert f"Warmed up: attention of {LAYERS} layers; steps of [] tokens" in result["log"]
     assert "Attention backend for prefill: vllm_fl_reference.attention" in result["log"]
     used = {row["op"]: row["implementation"] for row in result["operators"][0]}
     assert used["attention_backend.decode"] == "default.flagos"

@@ -253,6 +253,15 @@ def test_a_layer_follows_the_step(layer):
     assert decode.calls[-1] == prefill.calls[-1] == ("weights", torch.float16)
 
 
+def test_a_part_warms_up_for_its_phase(layer):
+    layer.impl.warm_up("cache", "config")  # neither can
+    decode = layer.impl.parts["decode"]
+    decode.warm_up = lambda *given: decode.calls.append(given)
+    layer.impl.warm_up("cache", "config")
+    layer.impl.warm_up("cache", "config", ("prefill",))
+    assert decode.calls == [("cache", "config", ("decode",))]
+
+
 def test_what_vllm_reads_of_an_implementation(layer):
     impl = layer.impl
     assert (impl.num_heads, impl.head_size, impl.scale, impl.num_kv_heads) == (8, 64, 0.5, 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import types
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -143,7 +144,12 @@ class Attention:
         self.layer = Mathematics(size**-0.5)
 
     def step(
-        self, tokens: int, requests: int, queries: tuple[int, int], columns: int = 16, begin: int = 1
+        self,
+        tokens: int,
+        requests: int,
+        queries: tuple[int, int],
+        columns: int = 16,
+        begin: int = 1,
     ) -> Step:
         """Describe a step, with slices of larger buffers that begin anywhere."""
         # Not "meta": tensors there have no address.
@@ -238,8 +244,8 @@ def main() -> None:
         ):
             late(
                 f"{name}, {phase}",
-                lambda tokens=tokens: attention.warm_up(256, tokens),
-                lambda steps=steps: [attention(step) for step in steps],
+                partial(attention.warm_up, 256, tokens),
+                partial(list, map(attention, steps)),
             )
     print(json.dumps(report))
 

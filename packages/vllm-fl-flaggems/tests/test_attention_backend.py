@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vllm_fl.dispatch import policy_context
 from vllm_fl.dispatch.policy import SelectionPolicy
+from vllm_fl_flaggems.attention import planning
 from vllm_fl_flaggems.attention.backend import (
     AttentionFLBackend,
     AttentionFLImpl,
@@ -221,6 +222,33 @@ def test_a_profiling_run_and_what_forward_refuses() -> None:
     other = AttentionFLMetadata(step=case.step, block_size=32)
     with pytest.raises(ValueError, match="blocks of 16 tokens, its metadata was built for 32"):
         impl.forward(*call, other, out)
+
+
+@pytest.mark.parametrize("phases", [("decode",), ("decode", "prefill")])
+def test_the_warm_up_launches_every_variant_and_leaves_no_trace(
+    phases: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: dict[str, list[Any]] = {"decode": [], "prefill": []}
+    for name, tiles in launched.items():
+        kernel = getattr(planning, name)
+
+        def noting(*args: Any, tiles: list[Any] = tiles, kernel: Any = kernel, **kw: Any) -> None:
+            tiles.append(kw["tile"])
+            kernel(*args, **kw)
+
+        monkeypatch.setattr(planning, name, noting)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(max_model_len=2048),
+        scheduler_config=SimpleNamespace(max_num_seqs=200, max_num_batched_tokens=8192),
+    )
+    cache = cache_of(paged.make([(20, 1)]))
+    before = cache.clone()
+    make_impl().warm_up(cache, config, phases)
+    torch.testing.assert_close(cache, before, rtol=0, atol=0, equal_nan=True)
+    wanted = [(32, 16), (64, 8), (64, 4), (64, 2), (64, 1)]
+    assert [(tile.block_n, tile.splits) for tile in launched["decode"]] == wanted
+    prefill = [planning.prefill_tile(SIZE, 4, 8192)] if "prefill" in phases else []
+    assert launched["prefill"] == prefill
 
 
 def test_it_can_decode_where_flashattention_does_the_rest():

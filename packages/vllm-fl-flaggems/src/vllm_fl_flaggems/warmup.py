@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from vllm_fl.dispatch.backend import ExpertsShape
 from vllm_fl_flaggems.moe_tiles import (
@@ -31,9 +32,10 @@ def token_ranges(most: int, experts: Iterable[ExpertsShape], memory: int) -> lis
         experts: the mixture-of-experts layers.
         memory: bytes of shared memory that a program can have.
     """
-    ends = [range(1, 2), range(most, most + 1)]
-    steps = (stretches(lambda n, s=shape: expert_tiles(n, s, memory), most) for shape in experts)
-    return list(dict.fromkeys([*ends, *(counts for shape in steps for counts in shape)]))
+    found = [range(1, 2), range(most, most + 1)]
+    for shape in experts:
+        found += stretches(partial(expert_tiles, shape=shape, memory=memory), most)
+    return list(dict.fromkeys(found))
 
 
 def stretches(choice: Callable[[int], object], most: int) -> Iterator[range]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -91,21 +92,22 @@ def attend(
     fewest, most = step.queries
     short = short_queries(group)
     itemsize = query.element_size()
+    tensors = (keys, values, step.table, step.query_start, step.lengths)
     if fewest <= short:
         tile = decode_tile(size, itemsize, group, requests * kv_heads, step.longest)
-        decode(
-            out, query, keys, values, step.table, step.query_start, step.lengths,
-            scale=layer.scale, causal=step.causal, window=layer.window, cap=layer.cap,
-            sinks=layer.sinks, slopes=layer.slopes, tile=tile,
-        )  # fmt: skip
+        decode(out, query, *tensors, tile=tile, **_asked(step, layer))
     if most > short:
         prefill(
-            out, query[: step.tokens], keys, values, step.table, step.query_start, step.lengths,
+            out, query[: step.tokens], *tensors,
             shorter=short if fewest <= short else 0, most=most,
-            scale=layer.scale, causal=step.causal, window=layer.window, cap=layer.cap,
-            sinks=layer.sinks, slopes=layer.slopes,
             tile=prefill_tile(size, itemsize, min(most, step.tokens) * group),
+            **_asked(step, layer),
         )  # fmt: skip
+
+
+def _asked(step: Step, layer: Mathematics) -> dict[str, Any]:
+    """Return the arguments of both kernels that say what is computed."""
+    return {"causal": step.causal, **vars(layer)}
 
 
 def compile_variants(
@@ -131,18 +133,13 @@ def compile_variants(
     heads, size = query.shape[1:]
     kv_heads, itemsize = keys.shape[2], query.element_size()
     group = heads // kv_heads
-    shared = {
-        "scale": layer.scale, "causal": empty.causal, "window": layer.window, "cap": layer.cap,
-        "sinks": layer.sinks, "slopes": layer.slopes,
-    }  # fmt: skip
     tensors = (out, query, keys, values, empty.table, empty.query_start, empty.lengths)
     short = short_queries(group)
     for tile in _decode_variants(size, itemsize, group, kv_heads, requests, empty.longest):
-        decode(*tensors, tile=tile, **shared)
+        decode(*tensors, tile=tile, **_asked(empty, layer))
     if tokens > short:
-        prefilling = {prefill_tile(size, itemsize, n * group) for n in (short + 1, tokens)}
-        for tile in prefilling:
-            prefill(*tensors, shorter=short, most=1, tile=tile, **shared)
+        for wide in {prefill_tile(size, itemsize, n * group) for n in (short + 1, tokens)}:
+            prefill(*tensors, shorter=short, most=1, tile=wide, **_asked(empty, layer))
 
 
 @functools.cache  # a model has many layers of a kind

@@ -7,7 +7,9 @@ mode's, models are compiled and run in CUDA graphs, and log-probabilities are co
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 import random
 import re
 import subprocess
@@ -157,6 +159,41 @@ def test_experts(vllm, check_bfloat16, mode, experts_model, random_prompts, toke
     )  # fmt: skip
     check_bfloat16(experts_model, random_prompts, result, left_out=0.03)
     check_operators(result, EXPERTS, RUNS[token])
+
+
+def our_kernels() -> set[str]:
+    """Return the names of the Triton kernels of vllm-fl-flaggems."""
+    from triton.runtime.jit import JITFunction
+
+    package = pytest.importorskip("vllm_fl_flaggems.kernels")
+    modules = (
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(package.__path__)
+    )
+    kernels = (value for module in modules for value in vars(module).values())
+    return {kernel.__name__ for kernel in kernels if isinstance(kernel, JITFunction)}
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("name", ["dense", "experts"])
+def test_no_kernel_of_ours_is_compiled_in_a_request(
+    vllm, mode, tiny_model, experts_model, name, eager
+):
+    """vLLM watches Triton from its own warm-up on, and names each kernel that is compiled late."""
+    draw = random.Random(3)
+    lengths = ([1], [5, 40], [200] * 3, [7 * n for n in range(1, 41)], [300] * 27)
+    batches = [[[draw.randrange(5, 500) for _ in range(n)] for n in batch] for batch in lengths]
+    model = experts_model if name == "experts" else tiny_model
+    result = vllm(
+        model, *batches, new_tokens=4, env=mode("flagos", attention_backend="flagos"),
+        dtype="bfloat16", max_num_seqs=64, max_num_batched_tokens=8192, enforce_eager=eager,
+    )  # fmt: skip
+    check_operators(result, ["reshape_and_cache_flash"], RUNS["flagos"])
+    assert "Kernel JIT monitor activated" in result["log"]
+    assert re.search(r"Warmed up: attention of [1-9]\d* layers", result["log"])
+    late = set(re.findall(r"JIT compilation during inference: (?:\w+\.)*(\w+)", result["log"]))
+    assert "_decode_kernel" in our_kernels()
+    assert late & our_kernels() == set()
 
 
 def test_the_defaults_give_what_vllm_gives_alone(vllm, tiny_model, prompts):

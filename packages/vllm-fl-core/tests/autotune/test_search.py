@@ -9,7 +9,7 @@ import optuna
 import pytest
 from modelled import PLANTED, THROUGHPUT, TOGETHER, ModelledArena, search
 
-from vllm_fl.autotune.measuring import confirm
+from vllm_fl.autotune.measuring import confirm, run_trial
 from vllm_fl.autotune.search import Outcome, make_sampler, ranked, seeds, tried
 
 
@@ -135,3 +135,36 @@ def test_an_interrupted_trial_is_the_first_to_be_continued():
     assert len(tried(study)) == 12
     over = [tuple(sorted(trial.params.items())) for trial in tried(study)]
     assert len(set(over)) == 12
+
+
+class Slowed(ModelledArena):
+    """Some runs take four times as long: the first of each configuration, or those numbered."""
+
+    def __init__(self, *args, first=False, numbered=(), **kwargs):
+        super().__init__(*args, **kwargs)
+        self.first, self.numbered, self.seen = first, numbered, set()
+
+    def seconds(self, configuration):
+        key = tuple(sorted(configuration.items()))
+        slow = self.measured in self.numbered or (self.first and key not in self.seen)
+        self.seen.add(key)
+        return super().seconds(configuration) * (4 if slow else 1)
+
+
+@pytest.mark.parametrize("slow", [{"first": True}, *({"numbered": {n}} for n in range(1, 7))])
+@pytest.mark.parametrize("silu", ["vendor", "flagos"])
+def test_one_slow_run_is_not_the_value_of_a_trial(slow, silu):
+    """Neither a first one, with what is compiled in it, nor any other one of the six."""
+    planned = ModelledArena(PLANTED)
+    default = planned.evidence().space().default
+    if silu == "flagos":  # the candidate is the slower one
+        default, candidate = {**default, "silu_and_mul": "vendor"}, default
+    else:
+        candidate = {**default, "silu_and_mul": silu}
+    exact = planned.seconds(default) / planned.seconds(candidate)
+    arena = Slowed(PLANTED, **slow)
+    if "first" in slow:
+        arena.measure(default)  # in the trial before
+    outcome = run_trial(arena, THROUGHPUT, default, candidate)
+    assert min(outcome.facts["ratios"]) < 0.5 or max(outcome.facts["ratios"]) > 2
+    assert outcome.value == outcome.facts["ratio"]["value"] == pytest.approx(exact)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from statistics import median
 from typing import Any, Protocol
 
 from vllm_fl.autotune.objective import METRICS, Objective
@@ -40,7 +41,7 @@ class Arena(Protocol):
         """
 
     def measure(self, configuration: Configuration) -> Mapping[str, float]:
-        """Serve the workload once under a configuration; return its metrics.
+        """Serve the workload once under a configuration, warm; return its metrics.
 
         Raises:
             TrialFailed: it cannot run.
@@ -84,6 +85,8 @@ def run_trial(
 ) -> Outcome:
     """Admit a candidate and measure it in turns with the default.
 
+    The value is the median of the ratios: of few runs, one that was slow must not decide.
+
     Raises:
         TrialFailed: it was not admitted, or a run failed.
     """
@@ -91,12 +94,12 @@ def run_trial(
     runs: dict[str, list[Mapping[str, float]]] = {"default": [], "candidate": []}
     pair = [("default", default), ("candidate", candidate)]
     ratios: list[float] = []
-    while len(ratios) < PAIRS[0] or (len(ratios) < PAIRS[1] and ratio_estimate(ratios).value > 1):
+    while len(ratios) < PAIRS[0] or (len(ratios) < PAIRS[1] and median(ratios) > 1):
         # Who goes first changes, in case that matters.
         for name, configuration in pair if len(ratios) % 2 == 0 else reversed(pair):
             runs[name].append(arena.measure(configuration))
         ratios.append(objective.ratio(runs["candidate"][-1], runs["default"][-1]))
-    estimate = widest_estimate(ratios)
+    estimate = replace(widest_estimate(ratios), value=median(ratios))
     facts: dict[str, Any] = {"ratios": ratios, "ratio": finite(asdict(estimate))}
     for name, measured in runs.items():
         facts[name] = {
@@ -134,7 +137,6 @@ def confirm(
     gains: list[float] = []
     noises: list[float] = []
     arena.admit(candidate)
-    arena.measure(default)  # what is warmed up by the first run is not the candidate's gain
     while True:
         measured = {}
         order = [("default", default), ("candidate", candidate), ("again", default)]

@@ -23,7 +23,7 @@ class Estimate:
     """A central value with its interval.
 
     Attributes:
-        value: the Hodges-Lehmann estimate of a ratio, or the median of what is not paired.
+        value: the Hodges-Lehmann estimate of a ratio, or the median.
         low: lower end of the interval; 0 when there are too few values for the level.
         high: upper end; infinity when there are too few.
         level: the level of confidence that was asked for.

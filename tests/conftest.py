@@ -69,6 +69,7 @@ def vllm(tmp_path_factory) -> Callable[..., dict[str, Any]]:
         sampling: dict[str, Any] | None = None,
         embed: bool = False,
         policy: dict[str, Any] | None = None,
+        live: list[dict[str, Any] | None] | None = None,
         **engine: Any,
     ) -> dict[str, Any]:
         job = {
@@ -77,6 +78,7 @@ def vllm(tmp_path_factory) -> Callable[..., dict[str, Any]]:
             "sampling": {**GREEDY, "max_tokens": new_tokens, **(sampling or {})},
             "embed": embed,
             "policy": policy,
+            "live": live,
         }
         return run_job("run_vllm.py", job, folder, **(env or {}))
 

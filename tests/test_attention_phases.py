@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -14,7 +15,7 @@ import json, os
 from vllm_fl.dispatch import BackendImplKind, OpImpl
 
 def register_builtins(registry):
-    for name in ("one", "two"):
+    for name in ("one", "two", *(["three"] if os.environ.get("THREE") else [])):
         registry.register_impl(OpImpl("attention_backend", f"vendor.{name}",
             BackendImplKind.VENDOR, f"recorded:{name}", vendor=name))
 """
@@ -102,3 +103,55 @@ def test_layouts_that_differ_are_refused(vllm, tiny_model, prompts, recorded, tm
     result = vllm(tiny_model, prompts[:1], new_tokens=2, env=fall_back)
     assert "decode:vendor.one+prefill:vendor.two is not used: they lay the cache" in result["log"]
     assert "Attention backend: recorded.One (vendor.one, by hand)" in result["log"]
+
+
+THREE = """
+class Three(One):
+    @staticmethod
+    def get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, dtype="auto"):
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+def three(use_mla=False, use_sparse=False):
+    return "recorded:Three"
+"""
+
+
+def test_a_live_engine_changes_its_attention(
+    vllm, tiny_model, prompts, expected, recorded, tmp_path
+):
+    """As the tuner's does: each phase, and back; what the cache cannot serve is refused."""
+    (tmp_path / "recorded.py").write_text(BACKENDS + THREE)
+    recorded |= {"VLLM_FL_PER_OP": "attention_backend=vendor:one", "THREE": "1"}
+    chosen = [1, 6, 12]
+    pairs = [("one", "two"), ("two", "one"), ("two", "two"), ("one", "three"), ("one", "one")]
+
+    def policy(decode, prefill):
+        orders = {"decode": [f"vendor:{decode}"], "prefill": [f"vendor:{prefill}"]}
+        return {"strict": True, "per_op_order": {"attention_backend": orders}}
+
+    result = vllm(
+        tiny_model, *[[prompts[i] for i in chosen]] * 6,
+        new_tokens=NEW_TOKENS, env=recorded, enforce_eager=True, enable_prefix_caching=False,
+        additional_config={"vllm_fl": {"live_attention": True}},
+        live=[None, *(policy(*pair) for pair in pairs)],
+    )  # fmt: skip
+    for outputs in result["outputs"]:
+        assert [o["tokens"] for o in outputs] == [expected[i][:NEW_TOKENS] for i in chosen]
+    bound = result["bound"]
+    assert "chooses vendor.three for the attention of prefill" in bound[3]
+    assert "they lay the cache out in different ways: its shape is" in bound[3]
+    assert [answer["attention_backend"] for answer in (*bound[:3], bound[4])] == [
+        "decode:vendor.one+prefill:vendor.two", "decode:vendor.two+prefill:vendor.one",
+        "vendor.two", "vendor.one",
+    ]  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "steps").read_text().splitlines()]
+    steps = [(name, longest > 1) for name, longest, n in lines if n <= len(chosen)]
+    served = [step for step, _ in itertools.groupby(steps)]
+    pairs[3] = pairs[2]  # the refused one changed nothing
+    assert served[-12:] == [
+        step
+        for decode, prefill in [("one", "one"), *pairs]
+        for step in ((prefill, True), (decode, False))
+    ]
+    rows = {row["op"]: row["implementation"] for row in result["operators"][0]}
+    assert rows["attention_backend.prefill"] == "vendor.one"

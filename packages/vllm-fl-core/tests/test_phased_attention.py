@@ -1,4 +1,4 @@
-"""One attention backend out of two: which of them does what. Nothing is computed."""
+"""One attention backend out of several: which of them does what. Nothing is computed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,22 @@ from vllm_fl.dispatch import (
     OpImpl,
     SelectionPolicy,
     set_global_policy,
+    state,
 )
 from vllm_fl.dispatch import config as configuration
-from vllm_fl.integration import attention, handover, phased_attention, tuning
+from vllm_fl.integration import (
+    attention,
+    handover,
+    live_attention,
+    phased_attention,
+    tuning,
+)
 from vllm_fl.integration.attention import NoAttentionBackend, select_backend
+from vllm_fl.integration.graphs import NotRebindable
 from vllm_fl.integration.phased_attention import (
     PhasedMetadata,
     by_phase,
+    combine,
     common_block_sizes,
     disagreement,
 )
@@ -187,16 +196,16 @@ def builder(layer):
         model_config="the model", compilation_config=SimpleNamespace(static_forward_context=layers)
     )
     builder = by_phase(One, Other).get_builder_cls()("spec", ["mine"], config, "cpu")
-    assert builder.parts["decode"].vllm_config.model_config == "the model"
+    assert builder.parts[One].vllm_config.model_config == "the model"
     return builder
 
 
 @pytest.mark.parametrize(
-    ("longest", "phase", "part"),
-    [(0, "decode", OneBuilder), (1, "decode", OneBuilder), (2, "prefill", OtherBuilder)],
+    ("longest", "backend", "part"),
+    [(0, One, OneBuilder), (1, One, OneBuilder), (2, Other, OtherBuilder)],
 )
-def test_a_step_is_built_by_its_phase_alone(builder, longest, phase, part):
-    assert builder.build(0, step(longest)) == PhasedMetadata(phase, (part, "build", 0, False))
+def test_a_step_is_built_by_its_phase_alone(builder, longest, backend, part):
+    assert builder.build(0, step(longest)) == PhasedMetadata(backend, (part, "build", 0, False))
     assert builder.build(16, step(longest), fast_build=True).metadata == (part, "build", 16, True)
     assert builder.build_for_cudagraph_capture(step(longest)).metadata == (part, "capture")
     assert builder.build_for_drafting(step(longest), 3).metadata == (part, "draft", 3)
@@ -217,8 +226,8 @@ def test_the_batch_is_reordered_as_either_wants(builder):
 
 
 def test_a_builder_sees_its_own_implementations(builder):
-    assert builder.parts["decode"].impls == {"mine": OneImpl, "another": str}
-    assert builder.parts["prefill"].impls == {"mine": OtherImpl, "another": str}
+    assert builder.parts[One].impls == {"mine": OneImpl, "another": str}
+    assert builder.parts[Other].impls == {"mine": OtherImpl, "another": str}
 
 
 @pytest.mark.parametrize(
@@ -239,11 +248,11 @@ def test_graphs_of_decode_are_decode_s(monkeypatch, decode, prefill, both):
 
 
 def test_a_layer_follows_the_step(layer):
-    decode, prefill = layer.impl.parts["decode"], layer.impl.parts["prefill"]
+    decode, prefill = layer.impl.parts[One], layer.impl.parts[Other]
     assert (type(decode), type(prefill)) == (OneImpl, OtherImpl)
     assert decode.more == prefill.more == {"sinks": "s"}
     arguments = (layer, "q", "k", "v", "cache")
-    for metadata in (PhasedMetadata("decode", 1), PhasedMetadata("prefill", 2), None):
+    for metadata in (PhasedMetadata(One, 1), PhasedMetadata(Other, 2), None):
         assert layer.impl.forward(*arguments, metadata, "out", output_scale=None) == "out"
     assert decode.calls == [("forward", 1, {"output_scale": None})]
     assert prefill.calls == [
@@ -272,14 +281,14 @@ def test_what_vllm_reads_of_an_implementation(layer):
 
 @pytest.mark.parametrize(
     ("backends", "writer"),
-    [((One, Other), "decode"), ((One, WritesItself), "decode"), ((WritesItself, One), "prefill")],
+    [((One, Other), One), ((One, WritesItself), One), ((WritesItself, One), One)],
 )
 def test_the_cache_is_written_once_by_who_leaves_it_to_vllm(backends, writer):
     backend = by_phase(*backends)
     assert backend.forward_includes_kv_cache_update is False
     impl = backend.get_impl_cls()(8, 64, 0.5, 2)
     impl.do_kv_cache_update("layer", "k", "v", "cache", "slots")
-    called = {phase: [c[0] for c in part.calls] for phase, part in impl.parts.items()}
+    called = {backend: [c[0] for c in part.calls] for backend, part in impl.parts.items()}
     assert called.pop(writer) == ["write"]
     assert list(called.values()) == [[]]
 
@@ -311,6 +320,43 @@ def test_it_supports_what_both_do():
     assert backend.full_cls_name() == (phased_attention.__name__, "DecodeOnePrefillOther")
     assert phased_attention.DecodeOnePrefillOther is backend
     assert by_phase(One, Other) is backend
+    assert backend.backends() == (One, Other)
+    assert (backend.phases_of(One), backend.phases_of(Other)) == (("decode",), ("prefill",))
+
+
+def test_parts_that_serve_several_phases_are_made_once():
+    backends = {"decode": One, "prefill": Other}
+    backend = combine("Changing", dict.fromkeys(backends, (One, Other)), backends.__getitem__)
+    impl = backend.get_impl_cls()(8, 64, 0.5, 2)
+    assert list(impl.parts) == [One, Other]
+    assert impl.phases_of(Other) == ("decode", "prefill")
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    builder = backend.get_builder_cls()("spec", [], config, "cpu")
+    impl.forward("layer", "q", "k", "v", "cache", before := builder.build(0, step(1)), "out")
+    backends.update(decode=Other, prefill=One)
+    impl.forward("layer", "q", "k", "v", "cache", after := builder.build(0, step(1)), "out")
+    assert (before.part, after.part) == (One, Other)
+    assert builder.build_for_cudagraph_capture(step(1)).metadata == (OtherBuilder, "capture")
+    impl.forward("layer", "q", "k", "v", "cache", None, "out")  # prefill's: One
+    assert [call[1] for call in impl.parts[One].calls] == [before.metadata, None]
+    assert [call[1] for call in impl.parts[Other].calls] == [after.metadata]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "both"),
+    [
+        ("ALWAYS", "ALWAYS", "UNIFORM_BATCH"),
+        ("UNIFORM_BATCH", "ALWAYS", "UNIFORM_BATCH"),
+        ("ALWAYS", "UNIFORM_SINGLE_TOKEN_DECODE", "UNIFORM_SINGLE_TOKEN_DECODE"),
+        ("NEVER", "ALWAYS", "NEVER"),
+        ("ALWAYS", "NEVER", "NEVER"),
+    ],
+)
+def test_graphs_are_those_that_each_part_can_have(monkeypatch, one, other, both):
+    monkeypatch.setattr(OneBuilder, "_cudagraph_support", AttentionCGSupport[one])
+    monkeypatch.setattr(OtherBuilder, "_cudagraph_support", AttentionCGSupport[other])
+    backend = combine("Both", dict.fromkeys(("decode", "prefill"), (One, Other)), {}.get)
+    assert backend.get_builder_cls().get_cudagraph_support(None, None) is AttentionCGSupport[both]
 
 
 @pytest.mark.parametrize(
@@ -364,7 +410,7 @@ class Platform:
 @pytest.fixture
 def choose(manager, monkeypatch):
     """Register implementations; select among them for a model."""
-    for module in (attention, handover, tuning):
+    for module in (attention, handover, live_attention, tuning):
         monkeypatch.setattr(module, "get_default_manager", lambda: manager)
 
     def register(impl_id, backend):
@@ -378,7 +424,7 @@ def choose(manager, monkeypatch):
                    vendor=impl_id.split(".")[1] if kind == "vendor" else None)
         )  # fmt: skip
 
-    def run(implementations, order, selected=None, **needs):
+    def run(implementations, order, selected=None, live=False, **needs):
         manager.registry.clear()
         for impl_id, backend in implementations.items():
             register(impl_id, backend)
@@ -387,7 +433,9 @@ def choose(manager, monkeypatch):
             **{"head_size": 64, "dtype": torch.float16, "kv_cache_dtype": "auto",
                "block_size": None, **needs}
         )  # fmt: skip
-        with set_current_vllm_config(VllmConfig()):
+        additional = {"vllm_fl": {"live_attention": live}} if live else {}
+        vllm_config = VllmConfig(additional_config=additional)
+        with set_current_vllm_config(vllm_config):
             return select_backend(Platform, selected, config)
 
     return run
@@ -467,6 +515,7 @@ def test_pairs_for_the_tuner(choose):
     worker.vllm_config = VllmConfig()
     choose(implementations, ["flagos"])
     candidates = worker.fl_candidates()["attention_backend"]
+    assert candidates["live"] == []
     assert candidates["available"] == [
         "default.flagos", "vendor.acme", "vendor.odd", "reference.torch",
         "decode:default.flagos+prefill:vendor.acme", "decode:vendor.acme+prefill:default.flagos",
@@ -474,3 +523,118 @@ def test_pairs_for_the_tuner(choose):
     choose(implementations, {"decode": ["vendor:acme"], "prefill": ["flagos"]})
     candidates = worker.fl_candidates()["attention_backend"]
     assert candidates["available"][0] == "decode:vendor.acme+prefill:default.flagos"
+
+
+# -- the tuner's engine
+
+
+LIVE = {
+    "default.flagos": One, "vendor.acme": Other, "vendor.itself": WritesItself,
+    "vendor.odd": TwoFirst, "reference.torch": One,
+}  # fmt: skip
+
+
+@pytest.fixture
+def worker(choose):
+    """Build a layer with what is chosen; return a worker that has it."""
+
+    def build(order, implementations=LIVE, live=True, **needs):
+        path = choose(implementations, order, live=live, **needs)
+        backend = getattr(phased_attention, path.rpartition(".")[2], None) or globals()["One"]
+        layer = SimpleNamespace(attn_backend=backend, impl=backend.get_impl_cls()(8, 64, 0.5, 2))
+        worker = tuning.TuningMethods()
+        worker.vllm_config = VllmConfig()
+        worker.vllm_config.compilation_config.static_forward_context["mine"] = layer
+        worker.model_runner = SimpleNamespace(
+            cudagraph_manager=SimpleNamespace(graphs={}), layer=layer, backend=backend
+        )
+        return worker
+
+    return build
+
+
+def serving(worker):
+    """Return which parts serve decode and prefill."""
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context={}))
+    builder = worker.model_runner.backend.get_builder_cls()("spec", [], config, "cpu")
+    return tuple(builder.build(0, step(longest)).part for longest in (1, 2))
+
+
+def set_orders(worker, orders, **policy):
+    content = {"strict": True, "per_op_order": {"attention_backend": orders}, **policy}
+    return worker.fl_set_policy(content)["bound"]["attention_backend"]
+
+
+def test_what_serves_is_chosen_anew_while_the_engine_lives(worker, log):
+    live = worker(["flagos"])
+    assert live.model_runner.backend.backends() == (One, Other, WritesItself)
+    assert serving(live) == (One, One)
+    said = [record.getMessage() for record in log]
+    assert "Attention backend: " + f"{__name__}.One (default.flagos, by hand)" in said
+    pair = {"decode": ["vendor:acme"], "prefill": ["flagos"]}
+    assert set_orders(live, pair) == "decode:vendor.acme+prefill:default.flagos"
+    assert serving(live) == (Other, One)
+    assert handover.operator_versions() == {
+        "attention_backend.decode": "vendor.acme", "attention_backend.prefill": "default.flagos"
+    }  # fmt: skip
+    assert set_orders(live, ["vendor:itself", "flagos"]) == "vendor.itself"
+    assert serving(live) == (WritesItself, WritesItself)
+    part = live.model_runner.layer.impl.parts[WritesItself]
+    live.model_runner.layer.impl.forward("layer", "q", "k", "v", "cache", None, "out")
+    assert part.calls == [("forward", None, {})]
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        (["vendor:odd", "flagos"], "chooses vendor.odd for the attention of decode, and this "
+         "engine's model was built with vendor.acme, default.flagos, vendor.itself: they lay the"),
+        ({"decode": ["flagos"], "prefill": ["reference"]}, "chooses reference.torch for the "
+         "attention of prefill, .*: plain PyTorch is what others are compared with"),
+        (["vendor:nobody"], "chooses none for the attention of decode, .*: it cannot run here"),
+    ],
+)  # fmt: skip
+def test_what_is_not_among_the_parts_is_refused_and_nothing_changes(worker, order, message):
+    live = worker(["vendor:acme"])
+    before = state.get_global_policy()
+    with pytest.raises(NotRebindable, match=message):
+        set_orders(live, order)
+    assert serving(live) == (Other, Other)
+    assert state.get_global_policy() == before
+
+
+def test_what_refuses_the_model_is_not_among_the_parts(worker):
+    """It comes first in an order that is not strict: then the next one serves, and is reported."""
+    live = worker(["vendor:acme", "flagos"], has_sink=True)
+    assert live.model_runner.backend.__name__ == "One"  # the others refuse, too
+    both = {name: LIVE[name] for name in ("default.flagos", "vendor.acme")}
+    both["vendor.second"] = type("Second", (One,), {})
+    globals()["Second"] = both["vendor.second"]
+    live = worker(["vendor:acme", "flagos"], both, has_sink=True)
+    candidates = live.fl_candidates()["attention_backend"]
+    assert candidates["available"][0] == "default.flagos"
+    assert candidates["live"] == [
+        "default.flagos", "vendor.second", "decode:default.flagos+prefill:vendor.second",
+        "decode:vendor.second+prefill:default.flagos",
+    ]  # fmt: skip
+    with pytest.raises(NotRebindable, match=r"vendor.acme for .*attention sinks not supported"):
+        set_orders(live, ["vendor:acme", "flagos"])
+
+
+def test_live_choices_for_the_tuner(worker):
+    candidates = worker(["vendor:odd"]).fl_candidates()["attention_backend"]
+    assert candidates["live"] == []  # nobody else has its layout
+    live = worker({"decode": ["vendor:acme"], "prefill": ["flagos"]})
+    assert serving(live) == (Other, One)
+    candidates = live.fl_candidates()["attention_backend"]
+    assert candidates["available"][0] == "decode:vendor.acme+prefill:default.flagos"
+    assert candidates["live"] == [c for c in candidates["available"]
+                                  if "odd" not in c and "reference" not in c]  # fmt: skip
+    assert len(candidates["live"]) == 9
+
+
+def test_engines_that_serve_are_as_ever(worker, choose):
+    serves = worker(["flagos"], live=False)
+    assert serves.model_runner.backend is One
+    assert choose(LIVE, APART, live=False).endswith(".DecodeOnePrefillOther")
+    assert choose(LIVE, ["reference"], live=True) == f"{__name__}.One"  # plain PyTorch is alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 
@@ -95,7 +96,7 @@ def evidence():
             ),
             "moe_sum": OperatorEvidence(("a", "b"), 0.001),
             "silu_and_mul": OperatorEvidence(("a",), 0.5),
-            "attention_backend": OperatorEvidence(("a", "b")),
+            "attention_backend": OperatorEvidence(("a", "b"), live=("a", "b")),
         }
     )  # fmt: skip
 
@@ -119,7 +120,8 @@ def test_evidence_leaves_out_what_cannot_matter():
     }
     assert found.space() == Space({"rms_norm": ("a", "b")})
     assert found.wide_space().choices["rms_norm"] == ("a", "b", "c")
-    assert Evidence.from_dict(found.to_dict()) == found
+    assert found.live == {"attention_backend": ("a", "b")}
+    assert Evidence.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
 def test_the_default_is_never_left_out_and_noise_leaves_nothing_out():
@@ -155,15 +157,29 @@ def test_the_policy_of_a_configuration():
         "moe_sum": ("flagos",),
         "rms_norm": ("impl:b", "impl:a", "impl:c"),
     }
-    assert not needs_restart({"rms_norm": "a"}, {"rms_norm": "b"})
-    assert needs_restart({"attention_backend": "a"}, {"attention_backend": "b"})
+
+
+@pytest.mark.parametrize(
+    ("op", "built", "wanted", "live", "restart"),
+    [
+        ("rms_norm", "a", "b", (), False),
+        ("attention_backend", "a", "a", (), False),
+        ("attention_backend", "a", "b", (), True),
+        ("attention_backend", "a", "b", ("a", "b"), False),
+        ("attention_backend", "a", "c", ("a", "b"), True),
+        ("attention_backend", "c", "a", ("a", "b"), True),
+        ("attention_backend", "a", "decode:a+prefill:b", ("a", "decode:a+prefill:b"), False),
+    ],
+)
+def test_what_needs_a_restart(op, built, wanted, live, restart):
+    live = {"attention_backend": live} if live else {}
+    assert needs_restart({op: built}, {op: wanted}, live) is restart
 
 
 def test_the_policy_of_implementations_that_differ_by_phase():
     pair = "decode:a+prefill:b"
     choices = {"attention_backend": ("a", "b", "c", pair)}
     space = Space(choices)
-    assert needs_restart({"attention_backend": "a"}, {"attention_backend": pair})
     assert space.name({"attention_backend": pair}) == f"attention_backend={pair}"
     changed = orders(space, choices, {"attention_backend": pair})
     assert changed == {
@@ -177,6 +193,8 @@ def test_the_policy_of_implementations_that_differ_by_phase():
     assert dict(made.per_op_order_dict) == {
         "moe_sum": ("flagos",), **{name: tuple(order) for name, order in changed.items()}
     }  # fmt: skip
+    named = orders(space, choices, {"attention_backend": "a"}, ["attention_backend"])
+    assert named == {"attention_backend": ["impl:a", "impl:b", "impl:c"]}
     # Back from a pair that is the default.
     space = Space({"attention_backend": (pair, "a", "b")})
     changed = orders(space, space.choices, {"attention_backend": "b"})

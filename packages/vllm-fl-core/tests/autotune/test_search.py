@@ -9,6 +9,7 @@ import optuna
 import pytest
 from modelled import PLANTED, THROUGHPUT, TOGETHER, ModelledArena, search
 
+from vllm_fl.autotune.evidence import OperatorEvidence
 from vllm_fl.autotune.measuring import confirm, run_trial
 from vllm_fl.autotune.search import Outcome, make_sampler, ranked, seeds, tried
 
@@ -45,6 +46,16 @@ def test_each_backend_alone_is_among_the_first(trials):
     default = evidence.space().default
     for impl in ("flagos", "vendor", "reference"):
         assert {op: impl if impl in PLANTED[op] else default[op] for op in default} in first
+
+
+def test_what_cannot_be_timed_and_needs_no_restart_is_tried_early():
+    evidence = ModelledArena(PLANTED).evidence()
+    choices = ("a", "b", "decode:a+prefill:b", "other layout")
+    evidence.operators["attention_backend"] = OperatorEvidence(choices, live=choices[:3])
+    first = seeds(evidence.space(), evidence, 12)
+    best = {op: min(impls, key=impls.get) for op, impls in PLANTED.items()}
+    for choice in choices[:3]:
+        assert {**best, "attention_backend": choice} in first
 
 
 def test_what_fails_alone_is_not_tried_again():

@@ -19,7 +19,7 @@ def test_an_engine_that_hangs_is_killed(tmp_path):
     pid = engine._process.pid
     # Importing vLLM alone takes longer.
     with pytest.raises(TrialFailed, match="start took longer than 0 s"):
-        engine.ask(0.1, "start", arguments={"model": "/no/such/model"}, policy=None)
+        engine.ask(0.1, "start", arguments={}, policy=None, live_attention=False)
     assert not engine.alive
     with pytest.raises(ProcessLookupError):
         os.killpg(pid, 0)

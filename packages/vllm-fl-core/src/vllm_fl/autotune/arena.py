@@ -1,7 +1,8 @@
 """Engines as a place to measure: one engine serves many configurations, re-bound while it lives.
 
 It is started anew when it has ended or hung, when a configuration differs in an operator that is
-asked only when the model is built, and when the engine says that it cannot be re-bound.
+asked only when the model is built (unless the engine can change it), and when the engine says that
+it cannot be re-bound.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class EngineArena:
         facts: what the engine consists of, as it said when it last started.
         reference: what the reference generates for the checking set; None until it is set.
         tolerance: see ``agreement``.
+        live: operator that is asked when the model is built -> choices among which an engine that
+            may be re-bound can change.
         requests: the workload, as the engine takes it.
         costs: what was spent.
     """
@@ -90,6 +93,7 @@ class EngineArena:
         self.facts: dict[str, Any] = {}
         self.reference: list[Continuation] | None = None
         self.tolerance = 0.0
+        self.live: Mapping[str, Sequence[str]] = {}
         self.requests: list[dict[str, Any]] = []
         self.costs = Costs()
         self._folder = folder
@@ -121,7 +125,13 @@ class EngineArena:
             policy = self.policy_of(configuration)
         log = self._folder / f"engine-{time.time_ns()}.log"
         self._engine = EngineProcess(log, self._unset)
-        self.facts = self.ask("start", self.limits.start, arguments=self.arguments, policy=policy)
+        self.facts = self.ask(
+            "start",
+            self.limits.start,
+            arguments=self.arguments,
+            policy=policy,
+            live_attention=self.rebind,
+        )
         self.costs.starts.append(time.monotonic() - began)
         self._built = self._bound = configuration or {}
         return self.facts
@@ -169,7 +179,8 @@ class EngineArena:
         """
         if self.alive and self._bound == configuration:
             return
-        if not self.alive or not self.rebind or needs_restart(self._built, configuration):
+        live = self.alive and self.rebind
+        if not live or needs_restart(self._built, configuration, self.live):
             self.start(configuration)
         try:
             self._rebind(configuration)

@@ -30,17 +30,30 @@ SECONDS_TO_END = 30
 """So long after the last command everything has ended, or is killed."""
 
 
-def start(arguments: dict[str, Any], policy: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
-    """Build vLLM's engine, under a policy if one is given; return it with what it consists of."""
+def start(
+    arguments: dict[str, Any], policy: dict[str, Any] | None, live_attention: bool
+) -> tuple[Any, dict[str, Any]]:
+    """Build vLLM's engine; return it with what it consists of.
+
+    Args:
+        arguments: of vLLM's ``LLM``.
+        policy: the policy to build it under; None for the settings' own.
+        live_attention: whether its attention shall be such that it can be chosen anew.
+    """
     from vllm import LLM
     from vllm.platforms import current_platform
 
     from vllm_fl.dispatch import SelectionPolicy, set_global_policy
+    from vllm_fl.integration import handover
     from vllm_fl.integration.tuned import facts
 
     if policy is not None:
         set_global_policy(SelectionPolicy.from_dict(**policy))
     began = time.perf_counter()
+    if live_attention:
+        given = arguments.get("additional_config") or {}
+        ours = {handover.KEY: {handover.LIVE_ATTENTION: True}}
+        arguments = {**arguments, "additional_config": {**given, **ours}}
     llm = LLM(**arguments)
     seconds = time.perf_counter() - began
     config = llm.llm_engine.vllm_config

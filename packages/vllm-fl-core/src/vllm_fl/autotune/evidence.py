@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from vllm_fl.autotune.space import NEEDS_RESTART, Configuration, Space
+from vllm_fl.autotune.space import ASKED_ONCE, Configuration, Space
 from vllm_fl.autotune.statistics import Estimate, median_estimate
 
 DOMINATED = 1.25
@@ -27,6 +27,8 @@ class OperatorEvidence:
         calls: call as described -> [number, seconds], of the eager run.
         timings: call -> implementation -> seconds of one call, by sample.
         excluded: implementation -> why it is not tried.
+        live: of an operator that is asked when the model is built, the choices among which a
+            running engine can change.
     """
 
     available: tuple[str, ...]
@@ -34,6 +36,7 @@ class OperatorEvidence:
     calls: dict[str, list[float]] = field(default_factory=dict)
     timings: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
+    live: tuple[str, ...] = ()
 
     @property
     def default(self) -> str:
@@ -72,7 +75,9 @@ class Evidence:
     def from_dict(cls, content: Mapping[str, Any]) -> Evidence:
         """Read what :meth:`to_dict` wrote."""
         operators = {
-            op: OperatorEvidence(**{**entry, "available": tuple(entry["available"])})
+            op: OperatorEvidence(
+                **{**entry, **{key: tuple(entry[key]) for key in ("available", "live")}}
+            )
             for op, entry in content["operators"].items()
         }
         return cls(operators, dict(content["left"]))
@@ -81,6 +86,11 @@ class Evidence:
     def available(self) -> dict[str, tuple[str, ...]]:
         """Operator -> every implementation that can run, the default first."""
         return {op: entry.available for op, entry in self.operators.items()}
+
+    @property
+    def live(self) -> dict[str, tuple[str, ...]]:
+        """Operator that is asked when the model is built -> what can be bound to it later."""
+        return {op: entry.live for op, entry in self.operators.items() if entry.live}
 
     def space(self) -> Space:
         """Return what is left to try: operators with more than one choice."""
@@ -127,7 +137,7 @@ def leave_at_default(evidence: Evidence, least_share: float, keep: Collection[st
             evidence.left[op] = "it was asked to be left"
         elif len(entry.available) < 2:
             evidence.left[op] = f"{entry.default} is the only implementation"
-        elif op not in NEEDS_RESTART and entry.share < least_share:
+        elif op not in ASKED_ONCE and entry.share < least_share:
             evidence.left[op] = (
                 f"it takes {100 * entry.share:.2g} % of the time, less than {100 * least_share:g} %"
             )

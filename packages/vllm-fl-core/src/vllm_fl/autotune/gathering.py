@@ -12,7 +12,7 @@ from vllm_fl.autotune.evidence import (
     exclude_dominated,
     leave_at_default,
 )
-from vllm_fl.autotune.space import NEEDS_RESTART, Configuration, orders, policy
+from vllm_fl.autotune.space import ASKED_ONCE, Configuration, orders, policy
 from vllm_fl.autotune.supervisor import TrialFailed
 
 TIMED_CALLS = 4
@@ -48,20 +48,21 @@ def gather(
     calls = arena.worker("fl_recorded")
     operators = {}
     for op, found in candidates.items():
-        if found["available"] and (op in calls or op in NEEDS_RESTART):
+        if found["available"] and (op in calls or op in ASKED_ONCE):
             spent = sum(entry[1] for entry in calls.get(op, {}).values())
             operators[op] = OperatorEvidence(
                 available=tuple(found["available"]),
                 share=spent / seconds,
                 calls=calls.get(op, {}),
+                live=tuple(found["live"]),
             )
     evidence = Evidence(operators)
     leave_at_default(evidence, least_share, keep)
-    arena.policy_of = policies(evidence, arena.facts["policy"])
+    arena.policy_of, arena.live = policies(evidence, arena.facts["policy"]), evidence.live
     reference = {
         op: next((i for i in candidates[op]["references"] if i in impls), impls[0])
         for op, impls in evidence.wide_space().choices.items()
-        if op not in NEEDS_RESTART
+        if op not in ASKED_ONCE
     }
     default = evidence.wide_space().default
     arena.built_with(default)
@@ -81,9 +82,13 @@ def gather(
 def policies(
     evidence: Evidence, base: Mapping[str, Any]
 ) -> Callable[[Configuration], dict[str, Any]]:
-    """Return what makes the policy of a configuration out of the settings' own policy."""
-    space, available = evidence.wide_space(), evidence.available
-    return lambda configuration: policy(base, orders(space, available, configuration))
+    """Return what makes the policy of a configuration out of the settings' own policy.
+
+    The default of what is asked once is named, too: it is what could serve, which need not be
+    first in the settings' order.
+    """
+    space, available, named = evidence.wide_space(), evidence.available, evidence.live
+    return lambda configuration: policy(base, orders(space, available, configuration, named))
 
 
 def _time(arena: EngineArena, evidence: Evidence, tell: Callable[[str], None]) -> None:
@@ -127,9 +132,9 @@ def _check_choices(arena: EngineArena, evidence: Evidence, tell: Callable[[str],
     """Exclude choices that, all others at their default, fail or generate something else."""
     space = evidence.space()
     for op, impls in space.choices.items():
-        if op in NEEDS_RESTART:
-            continue
         for impl in impls[1:]:
+            if op in ASKED_ONCE and impl not in evidence.operators[op].live:
+                continue  # in its own trial, which needs another engine
             tell(f"checking {op}: {impl}")
             try:
                 arena.admit({**space.default, op: impl})

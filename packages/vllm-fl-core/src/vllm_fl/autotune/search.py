@@ -41,7 +41,8 @@ def seeds(space: Space, evidence: Evidence, count: int) -> list[dict[str, str]]:
 
     All of them when there are no more than ``count``, the most promising first. Otherwise the
     default; the best of each operator alone; that one with each change taken back, which finds
-    out what is fast alone and slow together; and each change alone. In both cases one
+    out what is fast alone and slow together; and each change alone. What could not be timed
+    alone, and needs no restart, is tried early, with the best of the others. In both cases one
     implementation wherever it can run, as in settings that prefer one backend, is tried next to
     the first: the result shall be no worse than the best of those.
     """
@@ -63,6 +64,8 @@ def seeds(space: Space, evidence: Evidence, count: int) -> list[dict[str, str]]:
     if best == default:  # nothing is known: then what is not the default
         best = {op: impls[1] for op, impls in space.choices.items()}
     found = [default, best, *uniform]
+    live = [(op, impl) for op, impls in evidence.live.items() for impl in impls]
+    found += [{**best, op: impl} for op, impl in live if impl in space.choices.get(op, ())]
     found += [{**best, op: default[op]} for op in space.changes(best)]
     for op in space.changes(best):  # the second best, where taking it back loses something
         others = sorted(space.choices[op], key=lambda impl: time_with(op, impl))

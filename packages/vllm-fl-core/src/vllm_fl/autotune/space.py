@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,8 +17,8 @@ from vllm_fl.dispatch.phases import lay_orders, phase_name, split_choice
 Configuration: TypeAlias = Mapping[str, str]
 """Operator -> implementation id, or those of its phases as ``join_choice`` writes them."""
 
-NEEDS_RESTART = frozenset({"attention_backend"})
-"""Operators that are asked once, when the model is built: another choice needs another engine."""
+ASKED_ONCE = frozenset({"attention_backend"})
+"""Operators that are asked when the model is built, and not called: their time is not known."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,28 @@ def distance(one: Configuration, other: Configuration) -> int:
     return sum(one[op] != other[op] for op in one)
 
 
-def needs_restart(running: Configuration, wanted: Configuration) -> bool:
-    """Whether an engine that was built with one configuration cannot take another one live."""
-    return any(running.get(op) != wanted.get(op) for op in NEEDS_RESTART)
+def needs_restart(
+    built: Configuration, wanted: Configuration, live: Mapping[str, Collection[str]]
+) -> bool:
+    """Whether an engine that was built with one configuration cannot take another one live.
+
+    Args:
+        built: what it was built with.
+        wanted: what it shall take.
+        live: operator that is asked once -> choices among which an engine can change.
+    """
+    return any(
+        built.get(op) != wanted.get(op)
+        and not {built.get(op), wanted.get(op)}.issubset(live.get(op, ()))
+        for op in ASKED_ONCE
+    )
 
 
 def orders(
-    space: Space, available: Mapping[str, tuple[str, ...]], configuration: Configuration
+    space: Space,
+    available: Mapping[str, tuple[str, ...]],
+    configuration: Configuration,
+    named: Collection[str] = (),
 ) -> dict[str, list[str]]:
     """Return operator (and phase) -> the order tokens, of what a configuration changes.
 
@@ -77,9 +92,12 @@ def orders(
         space: the space.
         available: operator -> every implementation that can run, in the default order.
         configuration: what is chosen.
+        named: operators whose choice is named also where it is the default.
     """
     changed = {}
-    for op, choice in space.changes(configuration).items():
+    chosen = space.changes(configuration)
+    chosen |= {op: configuration[op] for op in named if op in configuration}
+    for op, choice in chosen.items():
         single = [other for other in available[op] if "" in split_choice(op, other)]
         for phase, impl in split_choice(op, choice).items():
             changed[phase_name(op, phase)] = [

@@ -178,7 +178,7 @@ class Tuner:
         evidence = Evidence.from_dict(study.user_attrs["evidence"])
         facts = study.user_attrs["facts"]
         self.arena.arguments = self._search_arguments(facts["graphs"])
-        self.arena.policy_of = policies(evidence, facts["policy"])
+        self.arena.policy_of, self.arena.live = policies(evidence, facts["policy"]), evidence.live
         if self.arena.reference is None:  # the evidence is another process's
             self._start_like(facts, study.user_attrs["reference"])
         return evidence

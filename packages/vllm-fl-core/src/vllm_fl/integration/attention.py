@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.dispatch.default import get_default_manager
@@ -14,7 +14,7 @@ from vllm_fl.dispatch.phases import DECODE, PREFILL, join_choice, split_name
 from vllm_fl.dispatch.policy import Ranking
 from vllm_fl.dispatch.state import current_config, get_policy
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl, load_object
-from vllm_fl.integration.handover import adopt
+from vllm_fl.integration.handover import adopt, wants_live_attention
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -85,21 +85,20 @@ class _Selection:
         self.selected = selected
         self.config = config
         self.needs = {"use_mla": config.use_mla, "use_sparse": config.use_sparse}
-        self.refusals: list[str] = []
+        self.refusals: dict[tuple[str, str], str] = {}
 
-    def refuse(self, who: str, why: str) -> None:
-        """Note a refusal for the message, each once."""
-        line = f"  {who}: {why}"
-        if line not in self.refusals:
-            self.refusals.append(line)
+    def refuse(self, choice: str, why: str, more: str = "") -> None:
+        """Note why a choice is refused, for the message, each once; ``more`` describes it there."""
+        self.refusals[choice, why] = f"  {choice}{more}: {why}"
 
-    def candidates(self, ranking: Ranking) -> Iterator[_Candidate]:
+    def candidates(self, ranking: Ranking, strict: bool) -> Iterator[_Candidate]:
         """Yield the implementations whose class accepts the configuration, in order.
 
-        Raises:
-            Exception: one fails, and the policy is strict.
+        Args:
+            ranking: the order.
+            strict: the first one or none, and what it raises is raised.
         """
-        manager, strict = get_default_manager(), get_policy().strict
+        manager = get_default_manager()
         for impl, decision in ranking.rejected:
             self.refuse(impl.impl_id, decision.reason)
         for impl in ranking.order[:1] if strict else ranking.order:
@@ -120,8 +119,8 @@ class _Selection:
                 logger.warning("%s of %s failed: %r", impl.impl_id, OPERATOR, error)
                 continue
             if problems:
-                who = f"{impl.impl_id} ({backend.get_name()}, {reference})"
-                self.refuse(who, "; ".join(problems))
+                what = f" ({backend.get_name()}, {reference})"
+                self.refuse(impl.impl_id, "; ".join(problems), what)
                 continue
             yield _Candidate(impl, backend, str(reference).replace(":", "."))
 
@@ -146,6 +145,47 @@ class _Selection:
             return None
         return backend, path
 
+    def made_live(
+        self, parts: Mapping[str, _Candidate]
+    ) -> tuple[type[AttentionBackend], str] | None:
+        """Return the class, and its name, of all that lay the cache out as the given ones do.
+
+        None where there is no other one, or plain PyTorch is chosen, which others are compared
+        with.
+
+        Args:
+            parts: phase -> the candidate that serves it first.
+        """
+        from vllm_fl.integration.live_attention import LiveChoice, make_live
+        from vllm_fl.integration.phased_attention import block_sizes_of, disagreement
+
+        free = replace(get_policy(), per_op_order=(), strict=False)
+        ranking = get_default_manager().rank(OPERATOR, free, ((), self.needs))
+        found = {part.impl.impl_id: part.backend for part in parts.values()}
+        if any(part.impl.kind is BackendImplKind.REFERENCE for part in parts.values()):
+            return None
+        for candidate in self.candidates(ranking, strict=False):
+            impl_id, backend = candidate.impl.impl_id, candidate.backend
+            if impl_id in found:
+                continue
+            problems = [disagreement(other, backend) for other in found.values()]
+            if candidate.impl.kind is BackendImplKind.REFERENCE:
+                problems = ["plain PyTorch is what others are compared with"]
+            elif not any(problems) and not block_sizes_of((*found.values(), backend)):
+                problems = ["there is no block size that all of them have"]
+            problem = next(filter(None, problems), "")
+            if problem:
+                self.refuse(impl_id, problem)
+            else:
+                found[impl_id] = backend
+        if len(found) < 2:
+            return None
+        choice = LiveChoice(found, dict(self.refusals.keys()), self.needs)
+        choice.bind({p: (parts.get(p) or parts[""]).impl for p in get_spec(OPERATOR).phases})
+        backend = make_live(choice)
+        logger.info("Attention can be chosen anew among %s", ", ".join(found))
+        return backend, f"{backend.__module__}.{backend.__qualname__}"
+
 
 def select_backend(
     platform: Any,
@@ -157,7 +197,8 @@ def select_backend(
     The implementations of ``attention_backend`` are asked in the policy's order; the first whose
     class accepts the configuration is taken. Where decode and prefill have orders of their own,
     the first of each that go together are made one class. What the user asked for with
-    ``--attention-backend`` is taken or refused, never replaced.
+    ``--attention-backend`` is taken or refused, never replaced. The tuner's engine gets a class
+    that can be any of those that lay the cache out alike, see ``live_attention``.
 
     Args:
         platform: the platform class.
@@ -170,16 +211,19 @@ def select_backend(
     from vllm.config import get_current_vllm_config
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    adopt(get_current_vllm_config())
-    manager = get_default_manager()
+    vllm_config = get_current_vllm_config()
+    adopt(vllm_config)
+    manager, strict = get_default_manager(), get_policy().strict
     selection = _Selection(platform, selected, config)
     rankings = manager.rank_by_phase(OPERATOR, call=((), selection.needs))
     for parts in _combinations(
-        {phase: selection.candidates(ranking) for phase, ranking in rankings.items()}
+        {phase: selection.candidates(ranking, strict) for phase, ranking in rankings.items()}
     ):
         joined = selection.joined(parts)
         if joined is None:
             continue
+        if selected is None and wants_live_attention(vllm_config):
+            joined = _Selection(platform, None, config).made_live(parts) or joined
         backend, path = joined
         if backend.get_name() == AttentionBackendEnum.CUSTOM.name:
             register_backend(AttentionBackendEnum.CUSTOM, path)
@@ -194,7 +238,7 @@ def select_backend(
     asked = f" for --attention-backend {selected.name}" if selected is not None else ""
     raise NoAttentionBackend(
         f"No attention backend of vllm-fl can serve this model on the {platform.device_name} "
-        f"platform{asked}.\n" + "\n".join(selection.refusals) + "\n"
+        f"platform{asked}.\n" + "\n".join(selection.refusals.values()) + "\n"
         f"What the model needs: {config}.\n"
         "Install a backend wheel that supports it, or change what the model needs or what was "
         "asked for."

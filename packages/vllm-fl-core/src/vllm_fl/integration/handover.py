@@ -5,6 +5,9 @@ to every process and puts into its compile-cache key) the policy in force, what 
 says, and what implements each operator. A child whose environment says something
 else has lost a variable: that is an error, not a different run. A policy set from Python in the
 parent, process-wide or by a context around ``LLM(...)``, is taken over.
+
+The tuner, and nobody else, gives ``additional_config={"vllm_fl": {"live_attention": True}}`` to its
+engine: attention can then be chosen anew while it lives, see ``live_attention``.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 KEY = "vllm_fl"
+LIVE_ATTENTION = "live_attention"
 _adopted: str | None = None
 
 
@@ -31,14 +35,22 @@ def publish(vllm_config: VllmConfig) -> None:
             f"additional_config is {type(additional).__name__}; vllm-fl needs a dictionary there, "
             "to hand its policy to vLLM's worker processes."
         )
-    if KEY not in additional:
+    given = additional.get(KEY, {})
+    if not isinstance(given, dict) or (given.keys() - {LIVE_ATTENTION} and "policy" not in given):
+        raise ConfigError(f"additional_config[{KEY!r}] is reserved for vllm-fl; use another key.")
+    if "policy" not in given:
         additional[KEY] = {
+            **given,
             "environment": _environment(),
             "policy": state.get_policy().to_dict(),
             "operators": operator_versions(),
         }
-    elif not (isinstance(additional[KEY], dict) and "policy" in additional[KEY]):
-        raise ConfigError(f"additional_config[{KEY!r}] is reserved for vllm-fl; use another key.")
+
+
+def wants_live_attention(vllm_config: VllmConfig) -> bool:
+    """Whether attention shall be such that it can be chosen anew while the engine lives."""
+    additional: Any = vllm_config.additional_config
+    return bool(additional.get(KEY, {}).get(LIVE_ATTENTION))
 
 
 def _environment() -> dict[str, str]:

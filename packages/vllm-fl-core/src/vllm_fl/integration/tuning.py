@@ -12,7 +12,7 @@ from vllm_fl.dispatch.ops import CATALOGUE
 from vllm_fl.dispatch.phases import join_choice
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.dispatch.predicate import predicate
-from vllm_fl.integration import attention
+from vllm_fl.integration import attention, live_attention
 from vllm_fl.integration.graphs import GraphCache, check_rebindable
 
 
@@ -30,7 +30,7 @@ class TuningMethods:
             "bound": operator -> implementation; "captured": whether graphs were; "seconds".
 
         Raises:
-            NotRebindable: the model is compiled.
+            NotRebindable: the model is compiled, or cannot have the attention that is chosen.
         """
         worker: Any = self
         check_rebindable(worker.vllm_config)
@@ -40,11 +40,13 @@ class TuningMethods:
                 worker.model_runner, state.get_global_policy().fingerprint()
             )
         new = SelectionPolicy.from_dict(**policy)
+        choices = live_attention.live_choices(worker.vllm_config)
+        live_attention.rebind(choices, new)
         if new != state.get_global_policy():
             state.set_global_policy(new)
         captured = worker._fl_graphs.switch(new.fingerprint())
         return {
-            "bound": chosen(),
+            "bound": {**chosen(), **live_attention.serving(choices)},
             "captured": captured,
             "seconds": time.perf_counter() - began,
         }
@@ -53,12 +55,14 @@ class TuningMethods:
         """Return what can run each operator here, the implementation in force first.
 
         Where implementations may differ by phase, pairs that go together are choices, too. Orders
-        of single operators and strictness are left aside; vendors and lists count.
+        of single operators and strictness are left aside; vendors and lists count. "live" are the
+        choices that this engine's attention can be re-bound to.
         """
         worker: Any = self
         manager, policy = get_default_manager(), state.get_global_policy()
         free = replace(policy, per_op_order=(), strict=False)
-        first, found = chosen(), {}
+        choices = live_attention.live_choices(worker.vllm_config)
+        first, found = {**chosen(), **live_attention.serving(choices)}, {}
         for op_name, spec in CATALOGUE.items():
             ranking = manager.rank(op_name, free)
             ids = dict.fromkeys([first[op_name]] if op_name in first else [])
@@ -68,6 +72,7 @@ class TuningMethods:
                 ids |= dict.fromkeys(pairs)
             found[op_name] = {
                 "available": list(ids),
+                "live": live_attention.among(choices, ids) if spec.phases else [],
                 "references": [
                     impl.impl_id for impl in ranking.order if impl.kind.value == "reference"
                 ],

@@ -41,12 +41,14 @@ def command(*arguments, **env):
 class Study:
     """One study of the tiny model with planted choices."""
 
-    def __init__(self, folder, model):
+    def __init__(self, folder, model, trials=9, **env):
+        self.env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **env}
         self.out, self.report = folder / "tuned.yaml", folder / "tuned.html"
         workload = folder / "few.workload"
         workload.write_text("{requests: 3, prompt: [4, 24], output: 4, concurrency: 3}")
         self.arguments = [
-            "autotune", "--model", str(model), "--workload", str(workload), "--trials", "9",
+            "autotune", "--model", str(model), "--workload", str(workload),
+            "--trials", str(trials),
             "--engine", json.dumps(ENGINE), "--storage", f"sqlite:///{folder / 'study.db'}",
             "--out", str(self.out), "--seed", "0", "--json",
         ]  # fmt: skip
@@ -54,7 +56,7 @@ class Study:
         self.found = json.loads(self.done.stdout)
 
     def run(self, *more):
-        done = command(*self.arguments, *more, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        done = command(*self.arguments, *more, **self.env)
         assert done.returncode == 0, done.stderr
         return done
 
@@ -205,3 +207,27 @@ def test_with_nothing_to_choose_the_default_stays_and_the_report_says_so(tiny_mo
     assert "The default stays: there is nothing to choose" in done.stdout
     assert "there is nothing to choose" in report.read_text()
     assert not report.with_suffix(".yaml").exists()
+
+
+PAIR = "decode:vendor.one+prefill:vendor.two"
+
+
+def test_attention_of_both_phases_is_found_in_one_engine(tmp_path, tiny_model):
+    """The default is slow at prefill alone, the other one at decode alone.
+
+    There are as many trials as choices that need no restart, which plain PyTorch does.
+    """
+    study = Study(tmp_path, tiny_model, trials=4, VLLM_FL_PLUGIN_MODULES="planted_attention")
+    found = study.found
+    assert found["result"]["winner"] == {"attention_backend": PAIR}
+    orders = found["result"]["file"]["op_backends"]["attention_backend"]
+    assert orders["decode"][0] == "impl:vendor.one"
+    assert orders["prefill"][0] == "impl:vendor.two"
+    live = ["vendor.one", "vendor.two", PAIR, "decode:vendor.two+prefill:vendor.one"]
+    evidence = found["evidence"]["operators"]["attention_backend"]
+    assert evidence["available"] == [*live[:2], "reference.torch", *live[2:]]
+    assert evidence["live"] == live
+    assert evidence["excluded"] == {}
+    changes = {f"attention_backend={choice}" for choice in live[1:]}
+    assert {trial["name"] for trial in found["trials"]} == {"default", *changes}
+    assert len(found["costs"]["starts"]) == 1

@@ -116,3 +116,12 @@ def test_a_context_around_the_engine_is_published():
 def test_the_key_is_reserved():
     with pytest.raises(ConfigError, match="is reserved for vllm-fl"):
         handover.publish(SimpleNamespace(additional_config={"vllm_fl": {"a": 1}}))
+
+
+def test_only_the_tuner_s_engine_has_live_attention(published):
+    assert not handover.wants_live_attention(published)
+    config = SimpleNamespace(additional_config={"vllm_fl": {"live_attention": True}})
+    handover.publish(config)
+    assert handover.wants_live_attention(config)
+    ours, theirs = (c.additional_config["vllm_fl"] for c in (config, published))
+    assert ours.keys() - theirs.keys() == {"live_attention"}

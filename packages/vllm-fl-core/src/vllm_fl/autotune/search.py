@@ -12,7 +12,7 @@ from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from vllm_fl.autotune.evidence import Evidence
-from vllm_fl.autotune.space import Configuration, Space, distance
+from vllm_fl.autotune.space import Configuration, Space, distance, needs_restart
 from vllm_fl.autotune.studies import DeadTrials, experimental
 from vllm_fl.autotune.supervisor import TrialFailed
 
@@ -39,21 +39,24 @@ def make_sampler(seed: int | None) -> TPESampler:
 def seeds(space: Space, evidence: Evidence, count: int) -> list[dict[str, str]]:
     """Return the configurations to try first.
 
-    All of them when there are no more than ``count``, the most promising first. Otherwise the
-    default; the best of each operator alone; that one with each change taken back, which finds
-    out what is fast alone and slow together; and each change alone. What could not be timed
-    alone, and needs no restart, is tried early, with the best of the others. In both cases one
-    implementation wherever it can run, as in settings that prefer one backend, is tried next to
-    the first: the result shall be no worse than the best of those.
+    All of them when there are no more than ``count``, the most promising first, and last what needs
+    a restart. Otherwise the default; the best of each operator alone; what is asked once and needs
+    no restart, with the best of the others, since it could not be timed; the best with each change
+    taken back, which finds out what is fast alone and slow together; and each change alone. In both
+    cases one implementation wherever it can run, as in settings that prefer one backend, is tried
+    next to the first: the result shall be no worse than the best of those.
     """
-    default = space.default
+    default, live = space.default, evidence.live
     uniform = [
         {op: impl if impl in impls else default[op] for op, impls in space.choices.items()}
-        for impl in dict.fromkeys(impl for impls in space.choices.values() for impl in impls)
+        for impl in dict.fromkeys(
+            impl for op, impls in space.choices.items() for impl in impls if op not in live
+        )
     ]
     if space.size <= count:
         everything = sorted(space.configurations(), key=evidence.predicted)
-        return _each_once(space, [everything[0], *uniform, *everything])
+        found = _each_once(space, [everything[0], *uniform, *everything])
+        return sorted(found, key=lambda configuration: needs_restart(default, configuration, live))
 
     def time_with(op: str, impl: str) -> float:
         return evidence.predicted({**default, op: impl})
@@ -64,8 +67,8 @@ def seeds(space: Space, evidence: Evidence, count: int) -> list[dict[str, str]]:
     if best == default:  # nothing is known: then what is not the default
         best = {op: impls[1] for op, impls in space.choices.items()}
     found = [default, best, *uniform]
-    live = [(op, impl) for op, impls in evidence.live.items() for impl in impls]
-    found += [{**best, op: impl} for op, impl in live if impl in space.choices.get(op, ())]
+    for op in live.keys() & space.choices.keys():
+        found += [{**best, op: impl} for impl in space.choices[op] if impl in live[op]]
     found += [{**best, op: default[op]} for op in space.changes(best)]
     for op in space.changes(best):  # the second best, where taking it back loses something
         others = sorted(space.choices[op], key=lambda impl: time_with(op, impl))

@@ -23,7 +23,8 @@ class OperatorEvidence:
 
     Attributes:
         available: implementations that can run here, the default first.
-        share: the part of the workload's time, run eagerly, that is spent in it; 0 to 1.
+        share: the part of the workload's time, run eagerly, that is spent in it; 0 to 1. Where the
+            default does not call it, under the first choice that does.
         calls: call as described -> [number, seconds], of the eager run.
         timings: call -> implementation -> seconds of one call, by sample.
         excluded: implementation -> why it is not tried.

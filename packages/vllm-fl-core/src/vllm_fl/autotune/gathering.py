@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_fl.autotune.arena import EngineArena
@@ -11,6 +13,7 @@ from vllm_fl.autotune.evidence import (
     OperatorEvidence,
     exclude_dominated,
     leave_at_default,
+    relative_time,
 )
 from vllm_fl.autotune.space import ASKED_ONCE, Configuration, orders, policy
 from vllm_fl.autotune.supervisor import TrialFailed
@@ -20,6 +23,184 @@ TIMED_CALLS = 4
 SAMPLES = 15
 SECONDS = 1.0
 """No further sample of one implementation on one call is taken after so long."""
+
+
+@dataclass
+class _Caller:
+    """A choice that was checked.
+
+    Attributes:
+        op: the operator.
+        impl: the choice.
+        under: the choice, and those without which its operator is not called.
+        called: the operators that are called under it and not under the default.
+    """
+
+    op: str
+    impl: str
+    under: dict[str, str]
+    called: set[str] = field(default_factory=set)
+
+
+@dataclass
+class _Gathering:
+    """What is known so far; the arguments are those of :func:`gather`."""
+
+    arena: EngineArena
+    least_share: float
+    keep: Collection[str]
+    tell: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.candidates: dict[str, Any] = self.arena.worker("fl_candidates")
+        self.evidence = Evidence({})
+
+    def record(self, operators: Collection[str] | None = None) -> None:
+        """Record the workload as the engine is bound; add what is known of the operators called.
+
+        Args:
+            operators: only of these; None for all, and for those that are asked once.
+        """
+        arena = self.arena
+        arena.worker("fl_record", {})
+        seconds = arena.ask("serve", requests=arena.requests)["seconds"]
+        calls = arena.worker("fl_recorded")
+        for op in self.candidates if operators is None else operators:
+            found = self.candidates[op]
+            if found["available"] and (op in calls or (operators is None and op in ASKED_ONCE)):
+                spent = sum(entry[1] for entry in calls.get(op, {}).values())
+                self.evidence.operators[op] = OperatorEvidence(
+                    available=tuple(found["available"]),
+                    share=spent / seconds,
+                    calls=calls.get(op, {}),
+                    live=tuple(found["live"]),
+                )
+        leave_at_default(self.evidence, self.least_share, self.keep)
+        arena.policy_of = policies(self.evidence, arena.facts["policy"])
+        arena.live = self.evidence.live
+
+    def time(self, choices: Mapping[str, Sequence[str]], under: Configuration) -> None:
+        """Time choices alone on the calls that take the most time.
+
+        A choice that ends the engine is excluded, and a new engine times those that are left.
+
+        Args:
+            choices: operator -> implementations.
+            under: the configuration in force, which calls the operators.
+        """
+        arena, recorded = self.arena, False
+        for op, impls in choices.items():
+            entry = self.evidence.operators[op]
+            for impl in impls:
+                for call in entry.top_calls(TIMED_CALLS):
+                    if not recorded or not arena.alive:
+                        self._keep_calls(choices, under)
+                        recorded = True
+                    self.tell(f"timing {op}: {impl}")
+                    try:
+                        answer = arena.worker("fl_time", op, impl, call, SAMPLES, SECONDS)
+                    except TrialFailed as failure:
+                        if impl == entry.default:
+                            raise
+                        entry.excluded[impl] = f"alone it failed: {failure}"
+                        break
+                    if "seconds" in answer:
+                        entry.timings.setdefault(call, {})[impl] = answer["seconds"]
+        if arena.alive and recorded:
+            arena.worker("fl_forget_recorded")
+
+    def _keep_calls(self, choices: Collection[str], under: Configuration) -> None:
+        """Run the workload and keep the arguments of the calls to be timed."""
+        wanted = {op: self.evidence.operators[op].top_calls(TIMED_CALLS) for op in choices}
+        self.arena.bind(under)
+        self.arena.worker("fl_record", wanted)
+        self.arena.ask("serve", requests=self.arena.requests)
+        self.arena.worker("fl_recorded")
+
+    def check(self) -> None:
+        """Check each choice alone: exclude what fails, generates something else, or is slow.
+
+        A choice may call operators that the default does not call. They are recorded and timed
+        under it, and their choices are checked under it.
+        """
+        evidence = self.evidence
+        always, callers = set(evidence.operators), []
+        waiting = deque(self._choices(evidence.space().choices, {}))
+        while waiting:
+            op, impl, under = waiting.popleft()
+            caller = _Caller(op, impl, {**under, op: impl})
+            self.tell(f"checking {op}: {impl}")
+            try:
+                called = self._called_under(caller.under)
+                caller.called = called - always - caller.under.keys()
+                added = self._add(caller)
+            except TrialFailed as failure:
+                evidence.operators[op].excluded[impl] = str(failure)
+                continue
+            waiting += self._choices(added, caller.under)
+            callers.append(caller)
+        for caller in callers:
+            self._time_at_its_best(caller)
+        for entry in evidence.operators.values():
+            exclude_dominated(entry)
+        tried = [c for c in callers if not self._is_excluded(c)]
+        for op in evidence.operators.keys() - always.union(*(c.called for c in tried)):
+            evidence.left[op] = "only choices that are not tried call it"
+
+    def _add(self, caller: _Caller) -> dict[str, tuple[str, ...]]:
+        """Record and time what nobody called before; return the choices of those operators."""
+        new = sorted(caller.called - self.evidence.operators.keys())
+        if not new:
+            return {}
+        self.tell(f"{caller.op}: {caller.impl} calls {', '.join(new)}, too")
+        self.record(new)
+        space = self.evidence.space()
+        choices = {op: impls for op, impls in space.choices.items() if op in new}
+        try:
+            self.time(choices, {**space.default, **caller.under})
+        except TrialFailed:
+            for op in new:
+                self.evidence.operators.pop(op, None)
+                self.evidence.left.pop(op, None)
+            raise
+        return choices
+
+    def _choices(
+        self, choices: Mapping[str, Sequence[str]], under: dict[str, str]
+    ) -> Iterator[tuple[str, str, dict[str, str]]]:
+        """Yield what is checked: operator, choice other than the default, and under what."""
+        for op, impls in choices.items():
+            for impl in impls[1:]:
+                # Another one has its own trial, which needs another engine.
+                if op not in ASKED_ONCE or impl in self.evidence.operators[op].live:
+                    yield op, impl, under
+
+    def _called_under(self, changes: Configuration) -> set[str]:
+        """Check a configuration, all others at their default; return the operators called."""
+        configuration = {**self.evidence.space().default, **changes}
+        self.arena.bind(configuration)
+        self.arena.worker("fl_called")
+        self.arena.admit(configuration)
+        return set(self.arena.worker("fl_called"))
+
+    def _time_at_its_best(self, caller: _Caller) -> None:
+        """Time a choice again with what is fastest, alone, of the operators that it calls."""
+        space, operators = self.evidence.space(), self.evidence.operators
+        best = {
+            op: min(space.choices[op], key=lambda impl: relative_time(operators[op], impl))
+            for op in caller.called
+            if op in space.choices
+        }
+        if not space.changes(best) or self._is_excluded(caller):
+            return
+        try:
+            self.time({caller.op: (caller.impl,)}, {**space.default, **caller.under, **best})
+        except TrialFailed as failure:  # what is fast alone fails together: trials will show
+            self.tell(f"{caller.op}: {caller.impl} is not timed again: {failure}")
+
+    def _is_excluded(self, caller: _Caller) -> bool:
+        operators = self.evidence.operators
+        return any(impl in operators[op].excluded for op, impl in caller.under.items())
 
 
 def gather(
@@ -41,30 +222,16 @@ def gather(
     Raises:
         TrialFailed: the default cannot run.
     """
-    candidates = arena.worker("fl_candidates")
+    gathering = _Gathering(arena, least_share, keep, tell)
+    evidence, candidates = gathering.evidence, gathering.candidates
     arena.ask("serve", requests=arena.requests)  # what is compiled at the first call is not timed
-    arena.worker("fl_record", {})
-    seconds = arena.ask("serve", requests=arena.requests)["seconds"]
-    calls = arena.worker("fl_recorded")
-    operators = {}
-    for op, found in candidates.items():
-        if found["available"] and (op in calls or op in ASKED_ONCE):
-            spent = sum(entry[1] for entry in calls.get(op, {}).values())
-            operators[op] = OperatorEvidence(
-                available=tuple(found["available"]),
-                share=spent / seconds,
-                calls=calls.get(op, {}),
-                live=tuple(found["live"]),
-            )
-    evidence = Evidence(operators)
-    leave_at_default(evidence, least_share, keep)
-    arena.policy_of, arena.live = policies(evidence, arena.facts["policy"]), evidence.live
+    gathering.record()
+    default = evidence.wide_space().default
     reference = {
         op: next((i for i in candidates[op]["references"] if i in impls), impls[0])
         for op, impls in evidence.wide_space().choices.items()
         if op not in ASKED_ONCE
     }
-    default = evidence.wide_space().default
     arena.built_with(default)
     try:
         arena.set_reference({**default, **reference})
@@ -72,11 +239,11 @@ def gather(
         tell(f"the default is the reference: the reference implementations cannot run: {failure}")
         reference = {}
         arena.set_reference(default)
-    _time(arena, evidence, tell)
-    _check_choices(arena, evidence, tell)
-    for entry in operators.values():
-        exclude_dominated(entry)
-    return evidence, {**default, **reference}
+    gathering.time(evidence.space().choices, evidence.space().default)
+    gathering.check()
+    if arena.alive:
+        arena.worker("fl_count_calls", False)
+    return evidence, {**evidence.wide_space().default, **reference}
 
 
 def policies(
@@ -89,54 +256,3 @@ def policies(
     """
     space, available, named = evidence.wide_space(), evidence.available, evidence.live
     return lambda configuration: policy(base, orders(space, available, configuration, named))
-
-
-def _time(arena: EngineArena, evidence: Evidence, tell: Callable[[str], None]) -> None:
-    """Time every choice alone on the calls that take the most time.
-
-    A choice that ends the engine is excluded, and a new engine times those that are left.
-    """
-    recorded = False
-    for op, impls in evidence.space().choices.items():
-        entry = evidence.operators[op]
-        for impl in impls:
-            for call in entry.top_calls(TIMED_CALLS):
-                if not recorded or not arena.alive:
-                    _keep_calls(arena, evidence)
-                    recorded = True
-                tell(f"timing {op}: {impl}")
-                try:
-                    answer = arena.worker("fl_time", op, impl, call, SAMPLES, SECONDS)
-                except TrialFailed as failure:
-                    if impl == entry.default:
-                        raise
-                    entry.excluded[impl] = f"alone it failed: {failure}"
-                    break
-                if "seconds" in answer:
-                    entry.timings.setdefault(call, {})[impl] = answer["seconds"]
-    if arena.alive and recorded:
-        arena.worker("fl_forget_recorded")
-
-
-def _keep_calls(arena: EngineArena, evidence: Evidence) -> None:
-    """Run the workload under the default and keep the arguments of the calls to be timed."""
-    space = evidence.space()
-    wanted = {op: evidence.operators[op].top_calls(TIMED_CALLS) for op in space.choices}
-    arena.bind(space.default)
-    arena.worker("fl_record", wanted)
-    arena.ask("serve", requests=arena.requests)
-    arena.worker("fl_recorded")
-
-
-def _check_choices(arena: EngineArena, evidence: Evidence, tell: Callable[[str], None]) -> None:
-    """Exclude choices that, all others at their default, fail or generate something else."""
-    space = evidence.space()
-    for op, impls in space.choices.items():
-        for impl in impls[1:]:
-            if op in ASKED_ONCE and impl not in evidence.operators[op].live:
-                continue  # in its own trial, which needs another engine
-            tell(f"checking {op}: {impl}")
-            try:
-                arena.admit({**space.default, op: impl})
-            except TrialFailed as failure:
-                evidence.operators[op].excluded[impl] = str(failure)

@@ -97,6 +97,15 @@ class TuningMethods:
         get_default_manager().observe(None)
         return worker._fl_calls.calls
 
+    def fl_called(self) -> list[str]:
+        """Return the operators called since this was asked last; from now on calls are counted."""
+        manager = get_default_manager()
+        called = {op_name for op_name, _ in manager.counters.calls}
+        manager.counters.reset()
+        if not manager.counters.enabled:
+            manager.count_calls()
+        return sorted(called)
+
     def fl_time(
         self, op_name: str, impl_id: str, call: str, samples: int, limit: float
     ) -> dict[str, Any]:

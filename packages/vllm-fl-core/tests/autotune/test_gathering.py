@@ -1,0 +1,178 @@
+"""Evidence from an engine that is a function: an operator that only another one's choice calls."""
+
+from __future__ import annotations
+
+import json
+import time
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+import torch
+from modelled import THROUGHPUT
+from vllm.config import CompilationConfig, CompilationMode, VllmConfig
+
+from vllm_fl.autotune import arena as arenas
+from vllm_fl.autotune.arena import EngineArena, Limits
+from vllm_fl.autotune.gathering import gather
+from vllm_fl.autotune.measuring import run_trial
+from vllm_fl.autotune.supervisor import TrialFailed
+from vllm_fl.dispatch import (
+    BackendImplKind,
+    OpImpl,
+    SelectionPolicy,
+    bind_op,
+    call_op,
+    default,
+    state,
+)
+from vllm_fl.integration.worker import WorkerExtensionFL
+
+LONG, SHORT = 0.004, 0.002
+
+
+def silu_slow(x):
+    time.sleep(LONG)
+    return x[..., :2] + 0
+
+
+def silu_calling(x):
+    return x[..., :2] + call_op("gelu_and_mul", x)
+
+
+def gelu_slow(x, approximate="none"):
+    time.sleep(2 * LONG)
+    return x[..., :2] * 0
+
+
+def gelu_fast(x, approximate="none"):
+    return x[..., :2] * 0
+
+
+def gelu_faster_and_wrong(x, approximate="none"):
+    return x[..., :2] + 1
+
+
+def gelu_failing(x, approximate="none"):
+    raise RuntimeError("gelu fails")
+
+
+def norm(x, residual, weight, epsilon):
+    time.sleep(SHORT)
+    return x, residual
+
+
+class FunctionEngine:
+    """An engine whose model is two operators, called in this process."""
+
+    def __init__(self, log, unset):
+        self.alive = True
+        self.model = [bind_op("silu_and_mul"), bind_op("rms_norm")]
+        self.worker = WorkerExtensionFL()
+        self.worker.vllm_config = VllmConfig(
+            compilation_config=CompilationConfig(mode=CompilationMode.NONE)
+        )
+        self.worker.model_runner = SimpleNamespace(
+            get_model=torch.nn.Module, cudagraph_manager=SimpleNamespace(graphs={})
+        )
+
+    def step(self):
+        silu, rms = self.model
+        return silu(rms(torch.ones(3, 4), torch.ones(3, 4), torch.ones(4), 1e-6)[0])
+
+    def ask(self, limit, do, **arguments):
+        try:
+            answer = getattr(self, f"do_{do}")(**arguments)
+        except Exception as error:
+            raise TrialFailed(f"{type(error).__name__}: {error}") from error
+        return json.loads(json.dumps(answer))
+
+    def do_start(self, arguments, policy, live_attention):
+        if policy is not None:
+            state.set_global_policy(SelectionPolicy.from_dict(**policy))
+        return {"policy": state.get_global_policy().to_dict(), "vocabulary": 9}
+
+    def do_serve(self, requests):
+        began = time.perf_counter()
+        for _ in range(3):
+            self.step()
+        seconds = time.perf_counter() - began
+        return {
+            "seconds": seconds, "output_tokens_per_second": 1 / seconds,
+            "latency_seconds": seconds, "first_token_seconds": seconds,
+        }  # fmt: skip
+
+    def do_check(self, prompts, new_tokens):
+        value = -float(self.step().sum())
+        return [{"prompt": [value], "tokens": [1], "steps": [{"1": value}]} for _ in prompts]
+
+    def do_worker(self, method, arguments):
+        return getattr(self.worker, method)(*arguments)
+
+    def stop(self):
+        self.alive = False
+
+    kill = stop
+
+
+@pytest.fixture
+def arena(manager, monkeypatch, tmp_path):
+    monkeypatch.setattr(default, "_default", manager)
+    planted = {
+        "silu_and_mul": (silu_slow, silu_calling),
+        "gelu_and_mul": (gelu_slow, gelu_fast, gelu_faster_and_wrong, gelu_failing),
+        "rms_norm": (norm,),
+    }
+    for op, functions in planted.items():
+        for place, fn in enumerate(functions):
+            name = fn.__name__.partition("_")[2] or "only"
+            manager.registry.register_impl(
+                OpImpl(op, f"vendor.acme.{name}", BackendImplKind.VENDOR, fn, vendor="acme",
+                       priority=109 - place)
+            )  # fmt: skip
+    monkeypatch.setattr(arenas, "EngineProcess", FunctionEngine)
+    arena = EngineArena({"max_model_len": 200}, None, tmp_path, Limits())
+    arena.tolerance = 1e-3
+    arena.start()
+    return arena
+
+
+def test_what_only_another_choice_calls_is_tuned_with_it(arena):
+    told = []
+    evidence, reference = gather(arena, 0.005, (), told.append)
+    assert "silu_and_mul: vendor.acme.calling calls gelu_and_mul, too" in told
+    assert reference == {"silu_and_mul": "vendor.acme.slow", "gelu_and_mul": "vendor.acme.slow"}
+    gelu = evidence.operators["gelu_and_mul"]
+    assert gelu.available[0] == "vendor.acme.slow"
+    ((number, _),) = gelu.calls.values()
+    assert number == 3
+    assert 0.4 < gelu.share < 1
+    assert "does not agree" in gelu.excluded["vendor.acme.faster_and_wrong"]
+    assert "gelu fails" in gelu.excluded["vendor.acme.failing"]
+    # Alone it is the slower one, but not with what it calls at its best.
+    assert evidence.operators["silu_and_mul"].excluded == {}
+    space = evidence.space()
+    assert space.choices == {
+        "silu_and_mul": ("vendor.acme.slow", "vendor.acme.calling"),
+        "gelu_and_mul": ("vendor.acme.slow", "vendor.acme.fast"),
+    }
+    best = min(space.configurations(), key=evidence.predicted)
+    assert best == {"silu_and_mul": "vendor.acme.calling", "gelu_and_mul": "vendor.acme.fast"}
+    assert run_trial(arena, THROUGHPUT, space.default, best).value > 1
+
+
+def test_what_only_choices_call_that_are_not_tried_is_left(arena, manager):
+    for name in ("fast", "faster_and_wrong", "failing"):
+        manager.registry.unregister("gelu_and_mul", f"vendor.acme.{name}")
+    manager.registry.register_impl(
+        OpImpl("gelu_and_mul", "vendor.acme.also", BackendImplKind.VENDOR,
+               lambda x, approximate="none": gelu_slow(x), vendor="acme")
+    )  # fmt: skip
+    evidence, _ = gather(arena, 0.005, (), lambda text: None)
+    assert (
+        "vendor.acme.slow or more"
+        in (evidence.operators["silu_and_mul"].excluded["vendor.acme.calling"])
+    )
+    assert evidence.left["gelu_and_mul"] == "only choices that are not tried call it"
+    assert evidence.space().choices == {}

@@ -19,6 +19,7 @@ from vllm_fl.autotune.evidence import (
     leave_at_default,
     relative_time,
 )
+from vllm_fl.autotune.gathering import policies
 from vllm_fl.autotune.objective import Objective
 from vllm_fl.autotune.space import Space, needs_restart, orders, policy
 from vllm_fl.autotune.statistics import (
@@ -176,6 +177,13 @@ def test_what_needs_a_restart(op, built, wanted, live, restart):
     assert needs_restart({op: built}, {op: wanted}, live) is restart
 
 
+def test_what_serves_by_default_is_named_though_it_is_not_first_in_the_settings():
+    """The first one may have refused the model."""
+    base = SelectionPolicy.from_dict(per_op_order={"attention_backend": ["impl:b", "impl:a"]})
+    made = policies(evidence(), base.to_dict())({"rms_norm": "a"})
+    assert made["per_op_order"] == {"attention_backend": ["impl:a", "impl:b"]}
+
+
 def test_the_policy_of_implementations_that_differ_by_phase():
     pair = "decode:a+prefill:b"
     choices = {"attention_backend": ("a", "b", "c", pair)}
@@ -193,8 +201,11 @@ def test_the_policy_of_implementations_that_differ_by_phase():
     assert dict(made.per_op_order_dict) == {
         "moe_sum": ("flagos",), **{name: tuple(order) for name, order in changed.items()}
     }  # fmt: skip
-    named = orders(space, choices, {"attention_backend": "a"}, ["attention_backend"])
-    assert named == {"attention_backend": ["impl:a", "impl:b", "impl:c"]}
+    default = {"attention_backend": "a"}
+    named = {"attention_backend": ["impl:a", "impl:b", "impl:c"]}
+    assert orders(space, choices, default, default) == named
+    assert orders(Space({}), choices, {}, default) == named  # also where it is left
+    assert orders(space, choices, {"attention_backend": pair}, default) == changed
     # Back from a pair that is the default.
     space = Space({"attention_backend": (pair, "a", "b")})
     changed = orders(space, space.choices, {"attention_backend": "b"})

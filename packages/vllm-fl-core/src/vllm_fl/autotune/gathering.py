@@ -254,5 +254,6 @@ def policies(
     The default of what is asked once is named, too: it is what could serve, which need not be
     first in the settings' order.
     """
-    space, available, named = evidence.wide_space(), evidence.available, evidence.live
+    space, available = evidence.wide_space(), evidence.available
+    named = {op: evidence.operators[op].default for op in evidence.live}
     return lambda configuration: policy(base, orders(space, available, configuration, named))

@@ -82,7 +82,7 @@ def orders(
     space: Space,
     available: Mapping[str, tuple[str, ...]],
     configuration: Configuration,
-    named: Collection[str] = (),
+    named: Configuration | None = None,
 ) -> dict[str, list[str]]:
     """Return operator (and phase) -> the order tokens, of what a configuration changes.
 
@@ -92,12 +92,10 @@ def orders(
         space: the space.
         available: operator -> every implementation that can run, in the default order.
         configuration: what is chosen.
-        named: operators whose choice is named also where it is the default.
+        named: choices that are named also where nothing changes.
     """
     changed = {}
-    chosen = space.changes(configuration)
-    chosen |= {op: configuration[op] for op in named if op in configuration}
-    for op, choice in chosen.items():
+    for op, choice in {**(named or {}), **space.changes(configuration)}.items():
         single = [other for other in available[op] if "" in split_choice(op, other)]
         for phase, impl in split_choice(op, choice).items():
             changed[phase_name(op, phase)] = [

@@ -15,6 +15,7 @@ from vllm_fl.dispatch.policy import Ranking
 from vllm_fl.dispatch.state import current_config, get_policy
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl, load_object
 from vllm_fl.integration.handover import adopt, wants_live_attention
+from vllm_fl.integration.live_attention import OPERATOR, LiveChoice, make_live
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 logger = get_logger("vllm_fl.integration")
-OPERATOR = "attention_backend"
 
 
 class NoAttentionBackend(ValueError):
@@ -156,7 +156,6 @@ class _Selection:
         Args:
             parts: phase -> the candidate that serves it first.
         """
-        from vllm_fl.integration.live_attention import LiveChoice, make_live
         from vllm_fl.integration.phased_attention import block_sizes_of, disagreement
 
         free = replace(get_policy(), per_op_order=(), strict=False)

@@ -53,6 +53,7 @@ from vllm_fl_flaggems.attention.planning import (  # noqa: E402
 from vllm_fl_flaggems.ops import (  # noqa: E402
     activation,
     align,
+    cache,
     experts,
     moe_sum,
     norm,
@@ -135,12 +136,12 @@ BLOCK = 16
 
 
 class Attention:
-    """The attention of a layer of (query heads, kv heads, head size) with a cache."""
+    """Attention and cache of a layer."""
 
     def __init__(self, heads: int, kv_heads: int, size: int, longest: int) -> None:
-        self.heads, self.size, self.longest = heads, size, longest
-        cache = empty(100, kv_heads, BLOCK, 2 * size).transpose(1, 2)
-        self.cache = (cache[..., :size], cache[..., size:])
+        self.heads, self.kv_heads, self.size, self.longest = heads, kv_heads, size, longest
+        pages = empty(100, kv_heads, BLOCK, 2 * size).transpose(1, 2)
+        self.cache = (pages[..., :size], pages[..., size:])
         self.layer = Mathematics(size**-0.5)
 
     def step(
@@ -166,15 +167,20 @@ class Attention:
 
     def warm_up(self, requests: int, tokens: int) -> None:
         """Do what the implementation does for a layer before it serves."""
-        both = (empty(1, self.heads, self.size) for _ in range(2))
+        query = empty(1, self.heads, self.size)
+        new = query[:, : self.kv_heads]
+        cache.reshape_and_cache_flash(new, new, *self.cache, empty(1, dtype=torch.int64))
+        step = self.step(1, 1, (1, 1), begin=0)
         compile_variants(
-            *both, *self.cache, self.step(1, 1, (1, 1), begin=0), self.layer, requests, tokens
+            empty(*query.shape), query, *self.cache, step, self.layer, requests, tokens
         )
 
     def __call__(self, step: Step) -> None:
-        """Run a step, the query a slice of a packed projection."""
-        packed = empty(step.tokens, 2 * self.heads * self.size)
-        query = packed[:, : self.heads * self.size].view(step.tokens, self.heads, self.size)
+        """Run a step, with slices of a packed projection."""
+        packed = empty(step.tokens, self.heads + 2 * self.kv_heads, self.size)
+        query, *new = packed.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        slots = empty(step.tokens, dtype=torch.int64)
+        cache.reshape_and_cache_flash(*new, *self.cache, slots)
         attend(empty(*query.shape), query, *self.cache, step, self.layer)
 
 

@@ -16,6 +16,7 @@ from functools import partial
 
 from vllm_fl.dispatch.backend import ExpertsShape
 from vllm_fl_flaggems.moe_tiles import (
+    ExpertsTile,
     align_tile,
     experts_tile,
     grouped_tile,
@@ -34,7 +35,8 @@ def token_ranges(most: int, experts: Iterable[ExpertsShape], memory: int) -> lis
     """
     found = [range(1, 2), range(most, most + 1)]
     for shape in experts:
-        found += stretches(partial(expert_tiles, shape=shape, memory=memory), most)
+        for choice in tile_choices(shape, memory):
+            found += stretches(choice, most)
     return list(dict.fromkeys(found))
 
 
@@ -52,22 +54,36 @@ def stretches(choice: Callable[[int], object], most: int) -> Iterator[range]:
         first = end
 
 
-def expert_tiles(tokens: int, shape: ExpertsShape, memory: int) -> tuple[object, ...]:
-    """Return every tile that a step of so many tokens takes in a layer, and how it is sorted.
+def tile_choices(shape: ExpertsShape, memory: int) -> tuple[Callable[[int], object], ...]:
+    """Return, for each kernel of a layer, what decides about its variant from the step's tokens.
 
     Args:
-        tokens: of this rank.
         shape: the layer.
         memory: bytes of shared memory that a program can have.
     """
-    tokens *= shape.ranks
-    # Not through the cache, which would keep what no step ever has.
-    tile = experts_tile.__wrapped__(
-        tokens, shape.k, shape.local, shape.hidden, shape.inner, shape.itemsize, memory
+    s = shape
+
+    def products(tokens: int) -> ExpertsTile:
+        # Not through the cache, which would keep what no step ever has.
+        return experts_tile.__wrapped__(tokens, s.k, s.local, s.hidden, s.inner, s.itemsize, memory)
+
+    def sorting(tokens: int) -> object:
+        tile = products(tokens)
+        return None if tile.direct else (tile.rows, align_tile(tokens * s.k, s.experts, tile.rows))
+
+    def product(tile: ExpertsTile, name: str) -> object:
+        return tile.direct, tile.rows, getattr(tile, name)
+
+    choices: tuple[Callable[[int], object], ...] = (
+        lambda tokens: topk_tile(tokens, s.routed, s.k),
+        lambda tokens: grouped_tile(s.routed, s.groups, s.k, tokens),
+        sorting,
+        lambda tokens: product(products(tokens), "up"),
+        lambda tokens: product(products(tokens), "down"),
+        lambda tokens: sum_tile(tokens, s.hidden),
     )
-    routing = (
-        topk_tile(tokens, shape.routed, shape.k),
-        grouped_tile(shape.routed, shape.groups, shape.k, tokens),
-    )
-    sorting = None if tile.direct else align_tile(tokens * shape.k, shape.experts, tile.rows)
-    return (*routing, sorting, tile, sum_tile(tokens, shape.hidden))
+    return tuple(partial(_gathered, choice, s.ranks) for choice in choices)
+
+
+def _gathered(choice: Callable[[int], object], ranks: int, tokens: int) -> object:
+    return choice(tokens * ranks)

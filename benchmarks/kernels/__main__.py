@@ -47,7 +47,7 @@ def facts() -> dict[str, Any]:
             return None
 
     return {
-        "command": " ".join(["python -m benchmarks.kernels", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.kernels", *without_folders(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
         "device": torch.cuda.get_device_name(),
         "python": platform.python_version(),

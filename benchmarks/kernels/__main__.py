@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.e2e.results import without_folders
 from benchmarks.kernels.comparison import compare, summary, table
 from benchmarks.kernels.operator import OURS, Operator, Shape
 from benchmarks.kernels.operators import OPERATORS

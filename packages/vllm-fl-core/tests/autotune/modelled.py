@@ -62,7 +62,7 @@ class ModelledArena:
         return Evidence(operators)
 
 
-def search(arena, trials, study=None, deadline=math.inf, evaluate=None):
+def search(arena, trials, study=None, deadline=math.inf, evaluate=None, **more):
     study = study or optuna.create_study(direction="maximize", sampler=make_sampler(0))
     evidence = arena.evidence()
     space = evidence.space()
@@ -70,7 +70,7 @@ def search(arena, trials, study=None, deadline=math.inf, evaluate=None):
     def measured(configuration) -> Outcome:
         return run_trial(arena, THROUGHPUT, space.default, configuration)
 
-    found = Search(study, space, evidence, trials, deadline, evaluate or measured)
+    found = Search(study, space, evidence, trials, deadline, evaluate or measured, **more)
     found.plant_seeds()
     found.run()
     return found

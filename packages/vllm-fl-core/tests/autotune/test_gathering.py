@@ -162,6 +162,25 @@ def test_what_only_another_choice_calls_is_tuned_with_it(arena):
     assert run_trial(arena, THROUGHPUT, space.default, best).value > 1
 
 
+def test_plain_pytorch_attention_gets_no_engine_of_its_own(arena, monkeypatch):
+    choices = ["vendor.acme", "vendor.other", "reference.torch"]
+    found = {"available": choices, "references": ["reference.torch"], "live": choices[:1]}
+    candidates = {**arena.worker("fl_candidates"), "attention_backend": found}
+    monkeypatch.setattr(WorkerExtensionFL, "fl_candidates", lambda self: candidates)
+    bound = {"attention_backend": "vendor.acme"}
+    policy = WorkerExtensionFL.fl_set_policy
+    monkeypatch.setattr(
+        WorkerExtensionFL, "fl_set_policy",
+        lambda self, new: {"bound": {**policy(self, new)["bound"], **bound}},
+    )  # fmt: skip
+    evidence, _ = gather(arena, 0.005, (), lambda text: None)
+    attention = evidence.operators["attention_backend"]
+    assert attention.excluded == {
+        "reference.torch": "plain PyTorch, for which the engine would be restarted"
+    }
+    assert evidence.space().choices["attention_backend"] == ("vendor.acme", "vendor.other")
+
+
 def test_what_only_choices_call_that_are_not_tried_is_left(arena, manager):
     for name in ("fast", "faster_and_wrong", "failing"):
         manager.registry.unregister("gelu_and_mul", f"vendor.acme.{name}")

@@ -82,6 +82,18 @@ def test_the_deadline_ends_the_search():
     assert not tried(found.study)
 
 
+def test_what_there_is_no_time_for_is_not_tried():
+    """Among the first configurations and later, and with nothing else left the search ends."""
+
+    def fits(configuration):
+        return configuration["silu_and_mul"] != "vendor"
+
+    found = search(ModelledArena(PLANTED), 100, fits=fits)
+    assert found.space.size == 36
+    assert len(tried(found.study)) == 24
+    assert all(fits(trial.params) for trial in tried(found.study))
+
+
 def test_noise_alone_never_wins():
     """Ten studies of identical implementations; each takes its best to the confirmation."""
     same = {op: dict.fromkeys(impls, 0.2) for op, impls in PLANTED.items()}

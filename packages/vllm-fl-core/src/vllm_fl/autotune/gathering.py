@@ -79,6 +79,14 @@ class _Gathering:
         arena.policy_of = policies(self.evidence, arena.facts["policy"])
         arena.live = self.evidence.live
 
+    def leave_out_plain_engines(self) -> None:
+        """Exclude plain PyTorch where it would need an engine of its own for each turn."""
+        for op in ASKED_ONCE & self.evidence.operators.keys():
+            entry = self.evidence.operators[op]
+            for impl in self.candidates[op]["references"]:
+                if impl != entry.default and impl not in entry.live:
+                    entry.excluded[impl] = "plain PyTorch, for which the engine would be restarted"
+
     def time(self, choices: Mapping[str, Sequence[str]], under: Configuration) -> None:
         """Time choices alone on the calls that take the most time.
 
@@ -226,6 +234,7 @@ def gather(
     evidence, candidates = gathering.evidence, gathering.candidates
     arena.ask("serve", requests=arena.requests)  # what is compiled at the first call is not timed
     gathering.record()
+    gathering.leave_out_plain_engines()
     default = evidence.wide_space().default
     reference = {
         op: next((i for i in candidates[op]["references"] if i in impls), impls[0])

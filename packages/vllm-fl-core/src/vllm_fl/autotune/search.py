@@ -93,6 +93,7 @@ class Search:
         deadline: on ``time.monotonic``'s clock.
         evaluate: runs a trial; raises TrialFailed.
         told: called after each trial of this process.
+        fits: whether there is time for a configuration's trial.
     """
 
     study: optuna.Study
@@ -102,6 +103,7 @@ class Search:
     deadline: float
     evaluate: Callable[[Configuration], Outcome]
     told: Callable[[], None] = lambda: None
+    fits: Callable[[Configuration], bool] = lambda configuration: True
 
     def __post_init__(self) -> None:
         self._dead = DeadTrials(self.study)
@@ -150,11 +152,13 @@ class Search:
         if sum(other.number < trial.number for other in others) >= self.trials:
             raise optuna.TrialPruned("another process has begun the last trial at the same time")
         taken = [dict(other.params) for other in others]
-        if configuration in taken or self._is_excluded(configuration):
+        if configuration in taken or not self._is_worth_it(configuration):
             nearest = next(self._untried(), None)
             if nearest is not None:
                 self.study.enqueue_trial(nearest, skip_if_exists=True)
-            raise optuna.TrialPruned("it has been tried, or holds a choice that failed alone")
+            raise optuna.TrialPruned(
+                "it has been tried, holds a choice that failed alone, or takes too long"
+            )
         try:
             outcome = self.evaluate(configuration)
         except TrialFailed as failure:
@@ -167,10 +171,9 @@ class Search:
             trial.set_user_attr(key, value)
         return outcome.value
 
-    def _is_excluded(self, configuration: Configuration) -> bool:
-        return any(
-            configuration[op] == impl for failed in self._failed_alone() for op, impl in failed
-        )
+    def _is_worth_it(self, configuration: Configuration) -> bool:
+        failed = {choice for change in self._failed_alone() for choice in change}
+        return self.fits(configuration) and failed.isdisjoint(configuration.items())
 
     def _failed_alone(self) -> list[list[tuple[str, str]]]:
         failed = self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
@@ -195,7 +198,7 @@ class Search:
             candidates = list(_neighbours(self.space, around))
         candidates.sort(key=lambda c: (distance(c, around), self.evidence.predicted(c)))
         for candidate in candidates:
-            if candidate not in taken and not self._is_excluded(candidate):
+            if candidate not in taken and self._is_worth_it(candidate):
                 yield candidate
 
 

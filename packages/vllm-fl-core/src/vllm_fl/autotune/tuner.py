@@ -21,11 +21,11 @@ from vllm_fl.autotune.agreement import MEAN_TOLERANCE
 from vllm_fl.autotune.arena import CHECK_LENGTHS, CHECK_NEW_TOKENS, Costs, EngineArena, Limits
 from vllm_fl.autotune.evidence import Evidence
 from vllm_fl.autotune.gathering import gather, policies
-from vllm_fl.autotune.measuring import Confirmation, confirm, finite, run_trial
+from vllm_fl.autotune.measuring import PAIRS, Confirmation, confirm, finite, run_trial
 from vllm_fl.autotune.objective import Objective
 from vllm_fl.autotune.options import Options, Progress
 from vllm_fl.autotune.search import Search, best, make_sampler, ranked, tried
-from vllm_fl.autotune.space import Space, orders
+from vllm_fl.autotune.space import Space, needs_restart, orders
 from vllm_fl.autotune.studies import claim, open_storage, open_study, study_name
 from vllm_fl.autotune.summary import summary
 from vllm_fl.autotune.supervisor import TrialFailed
@@ -256,7 +256,14 @@ class Tuner:
                 )
             )
 
-        search = Search(study, space, evidence, self.options.trials, deadline, evaluate, told)
+        def fits(configuration: Mapping[str, str]) -> bool:
+            if not needs_restart(space.default, configuration, evidence.live):
+                return True
+            # The engine is started for each turn, and for the default of the next trial.
+            start = max(self.arena.costs.starts, default=0.0)
+            return time.monotonic() + (2 * PAIRS[0]) * start < deadline
+
+        search = Search(study, space, evidence, self.options.trials, deadline, evaluate, told, fits)
         search.plant_seeds()
         search.run()
 

@@ -8,6 +8,7 @@ Without names, every result in benchmarks/results. One PNG a file, of its name. 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -28,7 +29,7 @@ COLOURS = {
     "native": "#7f7f7f", "control": "#bdbdbd", "null": "#c7c7c7", "default": "#ff7f0e",
     "vendor": "#2ca02c", "flagos": "#1f77b4", "flagos-gemm": "#9467bd",
 }  # fmt: skip
-OTHER_COLOUR = "#8c564b"
+OTHER_COLOURS = ("#8c564b", "#17becf", "#e377c2")
 
 
 def bars(axes: Any, groups: Sequence[str], series: dict[str, list[float | None]]) -> None:
@@ -41,8 +42,28 @@ def bars(axes: Any, groups: Sequence[str], series: dict[str, list[float | None]]
             [value for _, value in present],
             width,
             label=name,
-            color=COLOURS.get(name, OTHER_COLOUR),
+            color=COLOURS[name],
         )
+    label(axes, groups)
+
+
+def points(axes: Any, groups: Sequence[str], series: dict[str, list[Sequence[float]]]) -> None:
+    """Draw, for each of ``groups``, a point a series at its median and a line over its range."""
+    others = itertools.cycle(OTHER_COLOURS)
+    width = 0.7 / max(len(series), 1)
+    for number, (name, values) in enumerate(series.items()):
+        colour = COLOURS.get(name) or next(others)
+        for group, figures in enumerate(values):
+            if figures:
+                x, middle = group - 0.35 + width * (number + 0.5), statistics.median(figures)
+                axes.plot([x, x], [min(figures), max(figures)], color=colour, linewidth=1.5)
+                axes.text(x, max(figures), f"{middle:.3f}", fontsize=7, ha="center", va="bottom")
+                axes.plot([x], [middle], "o", color=colour, label=None if group else name)
+    label(axes, groups)
+
+
+def label(axes: Any, groups: Sequence[str]) -> None:
+    """Write the names of groups below them."""
     slanted = {"rotation": 20, "ha": "right"} if sum(map(len, groups)) > 90 else {}
     axes.set_xticks(range(len(groups)), groups, fontsize=8, **slanted)
 
@@ -81,22 +102,24 @@ def end_to_end(result: dict[str, Any]) -> Figure:
         ran = {mode: row for mode, row in modes.items() if row["output_tokens_per_second"]}
         facts = next(iter(ran.values()))["facts"] if ran else facts
         workloads = list(dict.fromkeys(w for r in ran.values() for w in r["ratio"]))
+        first_mode = next(iter(ran), None)
         series = {
-            mode: [statistics.median(row["ratio"][w]) if w in row["ratio"] else None
-                   for w in workloads]
+            mode: [row["ratio"].get(w, ()) for w in workloads]
             for mode, row in ran.items()
-        }  # fmt: skip
+            if mode != first_mode
+        }
         first = next(iter(ran.values()))["output_tokens_per_second"] if ran else {}
         labels = [
             f"{w}\n{statistics.median(first[w]):.0f} tokens/s" if w in first else w
             for w in workloads
         ]
-        bars(axes, labels, series or {"nothing ran": []})
-        axes.axhline(1.0, color="black", linewidth=0.8)
+        points(axes, labels, series)
+        axes.axhline(1.0, color="black", linewidth=0.8, label=first_mode)
+        axes.margins(y=0.15)
         failed = [mode for mode, row in modes.items() if row["error"]]
         note = f"; could not run: {', '.join(failed)}" if failed else ""
         axes.set_title(f"{model}{note}", fontsize=10, loc="left")
-        axes.set_ylabel("output tokens/s over the first mode's")
+        axes.set_ylabel(f"output tokens/s over {first_mode}'s")
         axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     device = described(facts.get("device", "nothing ran"), facts.get("versions", {}))
     figure.suptitle(f"Batch x prompt x output, {device}", fontsize=10)

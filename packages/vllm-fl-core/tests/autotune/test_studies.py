@@ -14,7 +14,15 @@ import pytest
 from modelled import PLANTED, TOGETHER, ModelledArena, search
 
 from vllm_fl.autotune.search import make_sampler, ranked, tried
-from vllm_fl.autotune.studies import claim, is_alive, me, open_storage, open_study, study_name
+from vllm_fl.autotune.studies import (
+    DeadTrials,
+    claim,
+    is_alive,
+    me,
+    open_storage,
+    open_study,
+    study_name,
+)
 from vllm_fl.dispatch import ConfigError
 
 HERE = Path(__file__).parent
@@ -121,6 +129,21 @@ def test_a_process_that_dies_before_its_trial_begins_loses_one_which_is_repeated
     check(study)
     assert study.trials[0].state.name == "FAIL"
     assert first in [trial.params for trial in ranked(study)]
+
+
+def test_a_process_that_dies_before_optuna_s_heartbeat_is_noticed(url, monkeypatch):
+    for name in ("HEARTBEAT_SECONDS", "STALE_SECONDS"):
+        monkeypatch.setattr(f"vllm_fl.autotune.studies.{name}", 1)
+    with open_storage(url) as storage:
+        study = open_study("autotune planted", storage, make_sampler(0), resume=True)
+        with pytest.warns(UserWarning, match="Heartbeat"):
+            DeadTrials.begin(study.ask())  # Optuna's thread does not run here
+        dead = DeadTrials(study)
+        dead.fail()
+        assert study.trials[0].state.name == "RUNNING"
+        time.sleep(3)
+        dead.fail()
+        assert study.trials[0].state.name == "FAIL"
 
 
 def test_a_study_is_only_continued_when_that_is_asked_for(storage):

@@ -159,7 +159,10 @@ class DeadTrials:
 
     @staticmethod
     def begin(trial: optuna.Trial) -> None:
-        """Note that a trial has begun."""
+        """Note that a trial has begun and lives; Optuna's own thread may be late to say so."""
+        heartbeat = getattr(trial.study._storage, "record_heartbeat", None)  # not every storage has
+        if heartbeat is not None:
+            heartbeat(trial._trial_id)
         trial.set_user_attr("begun", trial.number)  # a repeated trial inherits another's
 
     def fail(self) -> None:

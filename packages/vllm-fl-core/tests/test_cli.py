@@ -211,3 +211,20 @@ def test_version(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])
     assert capsys.readouterr().out.startswith("vllm-fl 0.")
+
+
+def test_explain_says_where_vllm_keeps_its_layer(capsys, monkeypatch):
+    monkeypatch.setenv("VLLM_FL_OOT_BLACKLIST", "rms_norm")
+    assert main(["explain", "rms_norm"]) == 0
+    assert "vLLM keeps its own layer, which does not ask: rms_norm is in" in capsys.readouterr().out
+    assert main(["explain", "silu_and_mul", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["layer"] == ""
+
+
+@pytest.mark.parametrize("command", [["config"], ["explain", "rms_norm"]])
+@pytest.mark.parametrize("name", ["VLLM_FL_OOT_WHITELIST", "VLLM_FL_OOT_BLACKLIST"])
+def test_a_list_of_layers_is_checked(command, name, capsys, monkeypatch):
+    monkeypatch.setenv(name, "rmsnorm")
+    assert main(command) == 1
+    assert f"{name}: " in (text := capsys.readouterr().err)
+    assert "Did you mean 'rms_norm'" in text

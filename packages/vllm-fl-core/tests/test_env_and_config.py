@@ -156,12 +156,31 @@ def test_orders_are_laid_over_each_other_operator_by_operator(defaults):
     )
     assert loaded["op_backends"] == {
         "rms_norm": ("vendor",),
+        "attention_backend.decode": ("vendor",),
         "attention_backend.prefill": ("flagos",),
         "moe_sum": ("reference",),
     }
     source = loaded.values["op_backends"].source
     assert source.startswith("VLLM_FL_PER_OP, over ")
     assert source.endswith("(platform defaults)")
+    assert {name for name in loaded["op_backends"] if loaded.is_of_platform(name)} == {
+        "rms_norm", "attention_backend.decode",
+    }  # fmt: skip
+    assert loaded.order_sources["moe_sum"] == "VLLM_FL_PER_OP"
+    whole = load(defaults=defaults, VLLM_FL_PER_OP="attention_backend=flagos")
+    assert whole["op_backends"] == {"rms_norm": ("vendor",), "attention_backend": ("flagos",)}
+
+
+def test_what_a_tuned_file_repeats_stays_the_platform_s(defaults, tmp_path):
+    tuned = tmp_path / "tuned.yaml"
+    orders = "rms_norm: [vendor], attention_backend: {decode: [vendor]}, moe_sum: [flagos]"
+    tuned.write_text(f"op_backends: {{{orders}}}")
+    loaded = load(defaults=defaults, VLLM_FL_TUNED_FILE=str(tuned))
+    assert loaded.is_of_platform("rms_norm")
+    assert loaded.is_of_platform("attention_backend.decode")
+    assert loaded.order_sources["moe_sum"] == f"{tuned} (tuned)"
+    named = load(defaults=defaults, VLLM_FL_TUNED_FILE=str(tuned), VLLM_FL_PER_OP="rms_norm=vendor")
+    assert not named.is_of_platform("rms_norm")
 
 
 def test_a_whitelist_of_a_higher_layer_cancels_the_blacklist_below(defaults):

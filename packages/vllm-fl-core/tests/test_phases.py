@@ -152,6 +152,19 @@ def test_reports_show_both(two):
     assert explain(two, OP)["chosen"] == "default.flagos"
 
 
+def test_the_table_says_what_is_in_use_and_not_what_was_passed_over(two):
+    set_global_policy(SelectionPolicy.from_dict(per_op_order={OP: ["flagos", "vendor"]}))
+    vendor = two.registry.get_implementation(OP, "vendor.acme")
+    two.note_use(vendor)
+    assert [(r["op"], r["implementation"]) for r in operator_table(two)] == [(OP, "vendor.acme")]
+    flagos = two.registry.get_implementation(OP, "default.flagos")
+    two.note_use(flagos, "decode")
+    two.note_use(vendor, "prefill")
+    assert {r["op"]: r["implementation"] for r in operator_table(two)} == {
+        f"{OP}.decode": "default.flagos", f"{OP}.prefill": "vendor.acme",
+    }  # fmt: skip
+
+
 def test_the_command_line_explains_both(capsys, monkeypatch):
     monkeypatch.setenv("VLLM_FL_PER_OP", f"{OP}.decode=impl:nobody.s;{OP}.prefill=reference")
     get_default_manager()
@@ -185,7 +198,9 @@ def test_names_and_orders_by_phase():
     both = {OP: ["a"], f"{OP}.decode": ["b"]}
     assert nested_orders(both) == both
     assert lay_orders(flat, {OP: ["d"]}) == {"rms_norm": ["a"], OP: ["d"]}
-    assert lay_orders({OP: ["d"]}, {f"{OP}.decode": ["e"]}) == {f"{OP}.decode": ["e"]}
+    decode = {f"{OP}.decode": ["e"]}
+    assert lay_orders({OP: ["d"]}, decode) == {OP: ["d"], **decode}
+    assert lay_orders(flat, decode) == {**flat, **decode}
 
 
 def test_choices_as_texts():

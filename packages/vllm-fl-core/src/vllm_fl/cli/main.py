@@ -22,6 +22,8 @@ from vllm_fl.dispatch.phases import phase_name
 from vllm_fl.dispatch.report import backends, doctor, explain
 from vllm_fl.dispatch.settings import BUILT_IN
 from vllm_fl.dispatch.state import current_config, current_device, report_unused
+from vllm_fl.dispatch.types import YES
+from vllm_fl.integration import custom_ops
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -139,6 +141,9 @@ def _explain(arguments: argparse.Namespace) -> str:
     _look_up(arguments)
     call = parse_call(get_spec(arguments.op), arguments.args) if arguments.args else None
     report = explain(get_default_manager(), arguments.op, call)
+    custom_ops.check_lists()
+    layer = custom_ops.decision(arguments.op) if arguments.op in custom_ops.LAYERS else YES
+    report["layer"] = layer.reason
     if arguments.json:
         return json.dumps(report, indent=2)
     mode = "strict: the first error raises" if report["strict"] else "falls back on errors"
@@ -146,6 +151,8 @@ def _explain(arguments: argparse.Namespace) -> str:
     for phase, decided in report.get("phases", {"": report}).items():
         lines += ["", f"In the phase {phase}:"] if phase else []
         lines += _decided(phase_name(arguments.op, phase), decided, mode)
+    if not layer:
+        lines += ["", f"vLLM keeps its own layer, which does not ask: {layer.reason}."]
     return "\n".join(lines)
 
 
@@ -177,6 +184,7 @@ def _config(arguments: argparse.Namespace) -> str:
     _look_up(arguments)
     settings = current_config()
     settings.policy()
+    custom_ops.check_lists()
     report_unused(settings)
     values = settings.values
     if arguments.json:

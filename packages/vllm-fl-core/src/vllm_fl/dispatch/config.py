@@ -27,16 +27,21 @@ class Config:
         values: every setting.
         ignored: set environment variables that the file of VLLM_FL_CONFIG overrides.
         defaults: what the platform's defaults file gives.
-        ordered: the names in ``op_backends`` that a layer above those has.
+        order_sources: name in ``op_backends`` -> the source of its order.
     """
 
     values: Mapping[str, Value]
     ignored: tuple[str, ...] = ()
     defaults: Mapping[str, Value] = field(default_factory=dict)
-    ordered: frozenset[str] = frozenset()
+    order_sources: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key].value
+
+    def is_of_platform(self, name: str) -> bool:
+        """Whether an order in ``op_backends``, of an operator or one in a phase, is a default."""
+        orders = self.defaults.get("op_backends")
+        return orders is not None and self.order_sources.get(name) == orders.source
 
     def policy(self) -> SelectionPolicy:
         """Return the policy that the values describe.
@@ -92,24 +97,36 @@ def load(defaults: str | None = None, environ: Mapping[str, str] | None = None) 
         _lay(values, switches)
         overridden = [BY_KEY[key].variable.name for key in variables if key in IN_FILES]
         overridden += [v.name for v in (env.TUNED_DIR, env.TUNED_FILE) if v.is_set(environ)]
-        return Config(values, tuple(sorted(overridden)), ordered=_ordered(values))
+        return Config(values, tuple(sorted(overridden)), order_sources=_order_sources(values))
     of_platform: dict[str, Value] = {}
     if defaults is not None:
         text, where = read_resource(defaults)
         of_platform = parse_file(text, f"{where} (platform defaults)")
         _lay(values, of_platform)
-    tuned: dict[str, Value] = {}
     tuned_file = env.TUNED_FILE.read(environ)
+    tuned: dict[str, Value] = {}
     if tuned_file is not None:
         tuned = parse_file(read(tuned_file), f"{tuned_file} (tuned)")
         _lay(values, tuned)
     _lay(values, variables)
-    ordered = _ordered(tuned) | _ordered(variables)
-    return Config(values, defaults=of_platform, ordered=ordered)
+    # A tuned file is complete: it repeats what it leaves as the platform has it.
+    sources = {**_order_sources(tuned), **_order_sources(of_platform, of=values)}
+    sources |= _order_sources(variables)
+    named = values["op_backends"].value
+    return Config(
+        values, defaults=of_platform, order_sources={n: s for n, s in sources.items() if n in named}
+    )
 
 
-def _ordered(layer: Mapping[str, Value]) -> frozenset[str]:
-    return frozenset(layer["op_backends"].value) if "op_backends" in layer else frozenset()
+def _order_sources(
+    layer: Mapping[str, Value], of: Mapping[str, Value] | None = None
+) -> dict[str, str]:
+    """Return name -> source of the orders of a layer, or of those that are the same in another."""
+    if "op_backends" not in layer:
+        return {}
+    orders, source = layer["op_backends"].value, layer["op_backends"].source
+    same = orders if of is None else of["op_backends"].value
+    return {name: source for name, order in orders.items() if same.get(name) == order}
 
 
 def _lay(values: dict[str, Value], upper: Mapping[str, Value]) -> None:

@@ -74,6 +74,7 @@ class OpManager(state.PolicyListener):
         self.registry = OpRegistry() if registry is None else registry
         self.comparison: Comparison | None = None
         self.oplist: OpList | None = None
+        self._used: dict[str, dict[str, OpImpl]] = {}
         self._lock = threading.RLock()
         self._initialized = not register_builtins
         self._initializing = False
@@ -228,9 +229,22 @@ class OpManager(state.PolicyListener):
         return self._callables.function(impl)
 
     def note_use(self, impl: OpImpl, phase: str = "") -> None:
-        """Put an implementation, in use in a phase ("": in all), on the operator list, if any."""
+        """Note that an implementation is in use in a phase ("": in all), and put it on the list.
+
+        Of an operator with phases it is remembered: such a one is asked when the model is built,
+        and the first choice may have been passed over.
+        """
+        if get_spec(impl.op_name).phases:
+            used = self._used.setdefault(impl.op_name, {})
+            if not phase or "" in used:
+                used.clear()
+            used[phase] = impl
         if self.oplist is not None:
             self.oplist.note(phase_name(impl.op_name, phase), impl.impl_id)
+
+    def in_use(self, op_name: str) -> dict[str, OpImpl]:
+        """Return phase -> implementation of an operator with phases, as :meth:`note_use` noted."""
+        return dict(self._used.get(op_name, {}))
 
     def bind(self, op_name: str) -> BoundOp:
         """Return a live handle. Bound inside a policy context, it keeps that context's policy.

@@ -86,9 +86,17 @@ def nested_orders(flat: Mapping[str, Iterable[str]]) -> dict[str, Any]:
 def lay_orders(
     lower: Mapping[str, Iterable[str]], upper: Mapping[str, Iterable[str]]
 ) -> dict[str, list[str]]:
-    """Return the orders of ``lower`` with those of the operators in ``upper`` replaced, whole."""
-    replaced = {split_name(name)[0] for name in upper}
-    kept = {name: order for name, order in lower.items() if split_name(name)[0] not in replaced}
+    """Return the orders of ``lower`` with those in ``upper`` over them.
+
+    An order of an operator, or orders of all its phases, replace all that ``lower`` has for it; an
+    order of one phase replaces that phase's alone.
+    """
+    names = {split_name(name)[0] for name in upper}
+    whole = {
+        op for op in names
+        if op in upper or all(phase_name(op, phase) in upper for phase in get_spec(op).phases)
+    }  # fmt: skip
+    kept = {name: order for name, order in lower.items() if split_name(name)[0] not in whole}
     return {name: list(order) for name, order in {**kept, **upper}.items()}
 
 

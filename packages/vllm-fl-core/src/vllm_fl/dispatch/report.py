@@ -12,7 +12,7 @@ from vllm_fl.dispatch.backend import Backend
 from vllm_fl.dispatch.errors import VllmFLError, nearest
 from vllm_fl.dispatch.manager import OpManager
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
-from vllm_fl.dispatch.phases import split_name
+from vllm_fl.dispatch.phases import phase_name, split_name
 from vllm_fl.dispatch.policy import Ranking, match_token
 from vllm_fl.dispatch.types import OpImpl
 
@@ -97,13 +97,10 @@ def _source_of_order(name: str, order: tuple[str, ...]) -> str:
     """Say where the order of an operator, or one in a phase, comes from; "" if from Python."""
     config = state.current_config()
     orders = config["op_backends"]
-    for key, configured in (
-        ("op_backends", orders.get(name, orders.get(split_name(name)[0]))),
-        ("prefer", config.policy().get_default_order()),
-    ):
-        if configured is not None:
-            return config.values[key].source if tuple(configured) == order else ""
-    return ""
+    for key in (name, split_name(name)[0]):
+        if key in orders:
+            return config.order_sources[key] if tuple(orders[key]) == order else ""
+    return config.values["prefer"].source if config.policy().get_default_order() == order else ""
 
 
 def operator_table(manager: OpManager) -> list[dict[str, Any]]:
@@ -115,16 +112,25 @@ def operator_table(manager: OpManager) -> list[dict[str, Any]]:
     manager.ensure_initialized()
     failed = manager.get_failed_impls()
     rows = []
-    rankings = [r for op_name in CATALOGUE for r in manager.rank_by_phase(op_name).values()]
-    for ranking in rankings:
-        op_name, order = split_name(ranking.op_name)[0], ranking.order
+    chosen_for: dict[str, OpImpl | None] = dict.fromkeys(CATALOGUE)
+    for op_name in CATALOGUE:
+        found = manager.in_use(op_name) or {
+            phase: ranking.order[0]
+            for phase, ranking in manager.rank_by_phase(op_name).items()
+            if ranking.order
+        }
+        if found:
+            del chosen_for[op_name]
+            chosen_for |= {phase_name(op_name, phase): impl for phase, impl in found.items()}
+    for name, choice in chosen_for.items():
+        op_name = split_name(name)[0]
         calls = manager.counters.calls
         for impl in manager.registry.get_implementations(op_name):
-            chosen = bool(order) and impl == order[0]
+            chosen = impl == choice
             if chosen or calls[op_name, impl.impl_id]:
                 rows.append(
                     {
-                        "op": ranking.op_name,
+                        "op": name,
                         "implementation": impl.impl_id,
                         "wheel": impl.distribution,
                         "version": impl.version,

@@ -44,8 +44,10 @@ def is_user_s_order() -> bool:
     """
     settings = current_config()
     orders = {name: o for name, o in get_policy().per_op_order if split_name(name)[0] == OPERATOR}
-    return any(name in settings.ordered or settings["op_backends"].get(name) != order
-               for name, order in orders.items())  # fmt: skip
+    return any(
+        not settings.is_of_platform(name) or settings["op_backends"].get(name) != order
+        for name, order in orders.items()
+    )
 
 
 def _stands_back(impl: OpImpl, platform: Any, selected: AttentionBackendEnum | None) -> bool:

@@ -35,7 +35,7 @@ def is_asked_for(op_name: str) -> bool:
         return op_name in (config["oot_whitelist"] or ())
     if op_name in defaults.get("oot_blacklist", ()):
         return op_name not in config["oot_blacklist"]
-    return op_name in config.ordered
+    return op_name in config["op_backends"] and not config.is_of_platform(op_name)
 
 
 def decision(op_name: str) -> Decision:
@@ -51,12 +51,12 @@ def decision(op_name: str) -> Decision:
         return decided
     able = get_default_manager().rank(op_name).order
     if not any(match_token(impl, order[0]) for impl in able):
-        return Decision.no(f"{order[0]}, first in {config.values['op_backends'].source}, is absent")
+        return Decision.no(f"{order[0]}, first in {config.order_sources[op_name]}, is absent")
     return YES
 
 
-def replaced() -> list[str]:
-    """Return the operators whose vLLM layers the configuration replaces by dispatched ones.
+def check_lists() -> None:
+    """Check the names in the lists of layers.
 
     Raises:
         ConfigError: a list of the configuration names an operator that has no layer.
@@ -69,6 +69,15 @@ def replaced() -> list[str]:
                     f"{config.values[key].source}: {key} names {name!r}, which is not an operator "
                     f"with a vLLM layer. {nearest(name, LAYERS)}"
                 )
+
+
+def replaced() -> list[str]:
+    """Return the operators whose vLLM layers the configuration replaces by dispatched ones.
+
+    Raises:
+        ConfigError: a list of the configuration names an operator that has no layer.
+    """
+    check_lists()
     decisions = {op_name: decision(op_name) for op_name in LAYERS}
     for op_name, decided in decisions.items():
         if not decided:

@@ -175,6 +175,10 @@ def test_the_command_line_explains_both(capsys, monkeypatch):
     assert "In the phase decode:\nOrder: impl:nobody.s (from VLLM_FL_PER_OP)" in decode
     assert "Nothing runs attention_backend.decode under this policy." in decode
     assert "Order: reference (from VLLM_FL_PER_OP); falls back on errors." in prefill
+    assert main(["explain", f"{OP}.prefill"]) == 0
+    assert capsys.readouterr().out.endswith(f"In the phase prefill:{prefill}")
+    assert main(["explain", f"{OP}.other"]) == 1
+    assert "attention_backend has no phase 'other'" in capsys.readouterr().err
     assert main(["config"]) == 0
     assert f"{OP}.decode=impl:nobody.s; {OP}.prefill=reference" in capsys.readouterr().out
 

@@ -18,7 +18,7 @@ from vllm_fl.dispatch.config_file import json_schema
 from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
-from vllm_fl.dispatch.phases import phase_name
+from vllm_fl.dispatch.phases import phase_name, split_name
 from vllm_fl.dispatch.report import backends, doctor, explain
 from vllm_fl.dispatch.settings import BUILT_IN
 from vllm_fl.dispatch.state import current_config, current_device, report_unused
@@ -139,18 +139,21 @@ def _list(arguments: argparse.Namespace) -> str:
 
 def _explain(arguments: argparse.Namespace) -> str:
     _look_up(arguments)
-    call = parse_call(get_spec(arguments.op), arguments.args) if arguments.args else None
-    report = explain(get_default_manager(), arguments.op, call)
+    op_name, asked = split_name(arguments.op)
+    call = parse_call(get_spec(op_name), arguments.args) if arguments.args else None
+    report = explain(get_default_manager(), op_name, call)
     custom_ops.check_lists()
-    layer = custom_ops.decision(arguments.op) if arguments.op in custom_ops.LAYERS else YES
+    layer = custom_ops.decision(op_name) if op_name in custom_ops.LAYERS else YES
     report["layer"] = layer.reason
     if arguments.json:
         return json.dumps(report, indent=2)
     mode = "strict: the first error raises" if report["strict"] else "falls back on errors"
     lines = [report["operator"], report["summary"]]
     for phase, decided in report.get("phases", {"": report}).items():
+        if asked and phase not in ("", asked):
+            continue
         lines += ["", f"In the phase {phase}:"] if phase else []
-        lines += _decided(phase_name(arguments.op, phase), decided, mode)
+        lines += _decided(phase_name(op_name, phase), decided, mode)
     if not layer:
         lines += ["", f"vLLM keeps its own layer, which does not ask: {layer.reason}."]
     return "\n".join(lines)

@@ -41,7 +41,7 @@ def command(*arguments, **env):
 class Study:
     """One study of the tiny model with planted choices."""
 
-    def __init__(self, folder, model, trials=9, **env):
+    def __init__(self, folder, model, trials=9, more=(), **env):
         self.env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", **env}
         self.out, self.report = folder / "tuned.yaml", folder / "tuned.html"
         workload = folder / "few.workload"
@@ -52,7 +52,7 @@ class Study:
             "--engine", json.dumps(ENGINE), "--storage", f"sqlite:///{folder / 'study.db'}",
             "--out", str(self.out), "--seed", "0", "--json",
         ]  # fmt: skip
-        self.done = self.run()
+        self.done = self.run(*more)
         self.found = json.loads(self.done.stdout)
 
     def run(self, *more):
@@ -207,6 +207,17 @@ def test_with_nothing_to_choose_the_default_stays_and_the_report_says_so(tiny_mo
     assert "The default stays: there is nothing to choose" in done.stdout
     assert "there is nothing to choose" in report.read_text()
     assert not report.with_suffix(".yaml").exists()
+
+
+def test_a_study_whose_time_evidence_used_up_is_not_decided(tmp_path, tiny_model):
+    study = Study(tmp_path, tiny_model, trials=2, more=("--time-budget", "1s"))
+    assert study.found["trials"] == []
+    assert study.found["result"] is None
+    words = "Not decided yet: the time was used up before any trial. --resume with more time"
+    assert words in study.report.read_text()
+    found = json.loads(study.run("--resume").stdout)
+    assert found["result"]["trials"] == len(found["trials"]) == 2
+    assert found["undecided"] == ""
 
 
 PAIR = "decode:vendor.one+prefill:vendor.two"

@@ -10,8 +10,10 @@ import pytest
 from modelled import PLANTED, THROUGHPUT, TOGETHER, ModelledArena, search
 
 from vllm_fl.autotune.evidence import OperatorEvidence
-from vllm_fl.autotune.measuring import confirm, run_trial
+from vllm_fl.autotune.measuring import LOOKS, OutOfTime, confirm, run_trial
 from vllm_fl.autotune.search import Outcome, make_sampler, ranked, seeds, tried
+
+SAME = {op: dict.fromkeys(impls, 0.2) for op, impls in PLANTED.items()}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -96,9 +98,8 @@ def test_what_there_is_no_time_for_is_not_tried():
 
 def test_noise_alone_never_wins():
     """Ten studies of identical implementations; each takes its best to the confirmation."""
-    same = {op: dict.fromkeys(impls, 0.2) for op, impls in PLANTED.items()}
     for seed in range(10):
-        arena = ModelledArena(same, noise=0.05, seed=seed)
+        arena = ModelledArena(SAME, noise=0.05, seed=seed)
         found = search(arena, 12)
         top = ranked(found.study)[0]
         assert top.value > 1  # noise has made a winner of the search
@@ -119,12 +120,25 @@ def test_a_gain_above_the_noise_wins(seed):
     assert "slower" in slower.decision.reason
 
 
-def test_too_little_time_is_no_gain():
-    arena = ModelledArena(PLANTED)
+@pytest.mark.parametrize("runs", [0, 1, 3 * LOOKS[0] - 1])
+def test_too_little_time_decides_nothing(runs):
+    arena = ModelledArena(SAME)
     space = arena.evidence().space()
     candidate = {**space.default, "silu_and_mul": "vendor"}
-    result = confirm(arena, THROUGHPUT, space.default, candidate, 3, over=lambda: True)
-    assert result.rounds == 1
+    with pytest.raises(OutOfTime, match=f"after {runs // 3} rounds of the confirmation"):
+        confirm(arena, THROUGHPUT, space.default, candidate, 3, over=lambda: arena.measured == runs)
+    assert arena.measured == runs
+
+
+def test_time_that_ends_after_the_first_look_decides():
+    arena = ModelledArena(SAME)
+    space = arena.evidence().space()
+    candidate = {**space.default, "silu_and_mul": "vendor"}
+    runs = 3 * LOOKS[0] + 1
+    result = confirm(
+        arena, THROUGHPUT, space.default, candidate, 3, over=lambda: arena.measured == runs
+    )
+    assert result.rounds == LOOKS[0]
     assert "contains 1" in result.decision.reason
 
 

@@ -30,6 +30,10 @@ LOOKS = (12, 18, 26)
 """After so many rounds of the confirmation it is looked whether the interval decides."""
 
 
+class OutOfTime(Exception):
+    """The time was used up before anything could be decided; the text says before what."""
+
+
 class Arena(Protocol):
     """Where configurations are measured."""
 
@@ -120,7 +124,8 @@ def confirm(
     """Compare a candidate with the default on fresh runs.
 
     Each round has two runs of the default and one of the candidate, in changing order. The level
-    is corrected (Bonferroni) for the number of candidates and of looks.
+    is corrected (Bonferroni) for the number of candidates and of looks. A round in which the time
+    ends does not count.
 
     Args:
         arena: where to measure.
@@ -132,24 +137,36 @@ def confirm(
 
     Raises:
         TrialFailed: a run failed.
+        OutOfTime: the time was used up before the first look, and nothing is decided.
     """
     level = 1 - (1 - LEVEL) / (tests * len(LOOKS))
+    runs = {"default": default, "candidate": candidate, "again": default}
     gains: list[float] = []
     noises: list[float] = []
     arena.admit(candidate)
-    while True:
-        measured = {}
-        order = [("default", default), ("candidate", candidate), ("again", default)]
-        turn = len(gains) % 3
-        for name, configuration in (*order[turn:], *order[:turn]):
-            measured[name] = arena.measure(configuration)
-        one, two = measured["default"], measured["again"]
-        against = [objective.ratio(measured["candidate"], run) for run in (one, two)]
-        gains.append(math.sqrt(against[0] * against[1]))
-        noises.append(objective.ratio(two, one))
-        exhausted = len(gains) == LOOKS[-1] or over()
-        if len(gains) in LOOKS or exhausted:
+    ended = False
+    while not ended:
+        measured: dict[str, Mapping[str, float]] = {}
+        for name in _turns(len(gains)):
+            ended = over()
+            if ended:
+                break
+            measured[name] = arena.measure(runs[name])
+        else:
+            one, two = measured["default"], measured["again"]
+            against = [objective.ratio(measured["candidate"], run) for run in (one, two)]
+            gains.append(math.sqrt(against[0] * against[1]))
+            noises.append(objective.ratio(two, one))
+        if gains and (ended or len(gains) in LOOKS):
             gain, noise = ratio_estimate(gains, level), ratio_estimate(noises)
             decision = is_gain(gain, noise)
+            exhausted = len(gains) == LOOKS[-1] or (ended and len(gains) >= LOOKS[0])
             if decision or gain.high < 1 or exhausted:
                 return Confirmation(gain, noise, decision, len(gains))
+    raise OutOfTime(f"the time was used up after {len(gains)} rounds of the confirmation")
+
+
+def _turns(number: int) -> tuple[str, ...]:
+    """Return the order of the runs in a round of the confirmation."""
+    order = ("default", "candidate", "again")
+    return (*order[number % 3 :], *order[: number % 3])

@@ -28,10 +28,17 @@ def html(found: dict[str, Any]) -> str:
     )
 
 
+def is_decided(found: dict[str, Any]) -> bool:
+    """Whether the result is that of all trials."""
+    return found["result"] is not None and not (found["interrupted"] or found["undecided"])
+
+
 def verdict(found: dict[str, Any]) -> str:
     """Say in a sentence how it ended."""
     result = found["result"]
-    if found["interrupted"] or result is None:
+    if found["undecided"]:
+        return f"Not decided yet: {found['undecided']}. --resume with more time goes on."
+    if not is_decided(found):
         return "Not decided yet: continue with --resume."
     if result["winner"] is None:
         return f"The default stays: {result['reason']}."

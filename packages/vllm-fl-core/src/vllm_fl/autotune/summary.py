@@ -11,8 +11,15 @@ import optuna
 from vllm_fl.autotune.evidence import Evidence
 
 
-def summary(study: optuna.Study, storage: str, interrupted: bool) -> dict[str, Any]:
-    """Return everything that is known about the study, JSON-ready, for reports."""
+def summary(study: optuna.Study, storage: str, interrupted: bool, undecided: str) -> dict[str, Any]:
+    """Return everything that is known about the study, JSON-ready, for reports.
+
+    Args:
+        study: the study.
+        storage: its URL.
+        interrupted: whether Ctrl-C ended the work.
+        undecided: why the time ended the work before a decision; "" if it did not.
+    """
     attributes = study.user_attrs
     evidence = Evidence.from_dict(attributes.get("evidence", {"operators": {}, "left": {}}))
     space = evidence.space()
@@ -32,6 +39,7 @@ def summary(study: optuna.Study, storage: str, interrupted: bool) -> dict[str, A
         "study": study.study_name,
         "storage": storage,
         "interrupted": interrupted,
+        "undecided": undecided,
         "space": dict(space.choices),
         "size": space.size if space.choices else 0,
         "evidence": evidence.to_dict(),

@@ -21,7 +21,7 @@ from vllm_fl.autotune.agreement import MEAN_TOLERANCE
 from vllm_fl.autotune.arena import CHECK_LENGTHS, CHECK_NEW_TOKENS, Costs, EngineArena, Limits
 from vllm_fl.autotune.evidence import Evidence
 from vllm_fl.autotune.gathering import gather, policies
-from vllm_fl.autotune.measuring import PAIRS, Confirmation, confirm, finite, run_trial
+from vllm_fl.autotune.measuring import PAIRS, Confirmation, OutOfTime, confirm, finite, run_trial
 from vllm_fl.autotune.objective import Objective
 from vllm_fl.autotune.options import Options, Progress
 from vllm_fl.autotune.search import Search, best, make_sampler, ranked, tried
@@ -90,13 +90,13 @@ class Tuner:
     def tune(self) -> dict[str, Any]:
         """Work until the study is decided, and return everything that is known about it.
 
-        Ctrl-C ends the work; the study keeps what is done.
+        Ctrl-C and the end of the time end the work; the study keeps what is done.
 
         Raises:
             ConfigError: the study exists and is not to be resumed, or belongs to other versions.
             TrialFailed: the default itself cannot run.
         """
-        interrupted = False
+        interrupted, undecided = False, ""
         with open_storage(self.options.storage) as self._storage:
             study = self._open()
             try:
@@ -105,11 +105,14 @@ class Tuner:
                 except KeyboardInterrupt:
                     interrupted = True
                     self.tell("interrupted; --resume continues")
+                except OutOfTime as end:
+                    undecided = str(end)
+                    self.tell(undecided)
             finally:
                 self.arena.stop()
                 self._note_costs(study, self.arena.costs)
             shutil.rmtree(self._folder)  # the logs are for when it raises
-            return summary(study, self.options.storage, interrupted)
+            return summary(study, self.options.storage, interrupted, undecided)
 
     def _open(self) -> optuna.Study:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -272,11 +275,21 @@ class Tuner:
         return seconds is not None and time.monotonic() >= self._began + seconds
 
     def _decide(self, study: optuna.Study, space: Space) -> dict[str, Any]:
-        """Confirm the best configurations, one after another, until one wins."""
+        """Confirm the best configurations, one after another, until one wins.
+
+        Raises:
+            OutOfTime: the time was used up before there was anything to decide by.
+        """
+        over = tried(study)
+        cut = self.options.seconds is not None and len(over) < min(self.options.trials, space.size)
+        if cut and not any(space.changes(t.params) for t in over):
+            raise OutOfTime("the time was used up before any trial")
         promising = [t for t in ranked(study) if (t.value or 0) > 1 and space.changes(t.params)]
         confirmations = []
         for trial in promising[:CONFIRMED]:
             name = space.name(trial.params)
+            if self._over():
+                raise OutOfTime(f"the time was used up before the confirmation of {name}")
             self.tell(f"confirming {name}")
             try:
                 outcome = confirm(

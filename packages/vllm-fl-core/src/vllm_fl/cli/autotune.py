@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
     path.write_text(report.html(found), encoding="utf-8")
     lines = [report.text(found), f"Report: {path}"]
     outcome = found["result"]
-    if outcome is not None and outcome["winner"] is not None:
+    if report.is_decided(found) and outcome["winner"] is not None:
         result.write(arguments.out, outcome["file"])
         lines.append(f"Written: {arguments.out} (VLLM_FL_CONFIG={arguments.out} uses it)")
     if arguments.json:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +77,27 @@ class EngineProcess:
                 raise TrialFailed(f"{do} took longer than {limit:.0f} s")
         answer = self._answers.readline() if select.select([self._answers], [], [], 0)[0] else ""
         if not answer:
-            self.kill()
-            raise TrialFailed(f"the engine ended during {do}: {reason_in(self._log)}")
+            how = self._end()
+            reason = reason_in(self._log) or "it logged no error"
+            raise TrialFailed(f"the engine's process ended with {how} during {do}: {reason}")
         reply = json.loads(answer)
         if "error" in reply:
-            raise TrialFailed(f"{reply['error']} ({reason_in(self._log)})")
+            reason = reason_in(self._log)
+            raise TrialFailed(f"{reply['error']} ({reason})" if reason else reply["error"])
         return reply["answer"]
+
+    def _end(self) -> str:
+        """Say how the process that has ended, or is ending, did; kill its children."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=10)
+        code = self._process.poll()
+        self.kill()
+        if code is None:
+            return "its answers"
+        if code >= 0:
+            return f"exit code {code}"
+        known = {number.value: number.name for number in signal.Signals}
+        return f"signal {known.get(-code, -code)}"
 
     @property
     def alive(self) -> bool:
@@ -110,10 +126,42 @@ class EngineProcess:
         self._answers.close()
 
 
+_PROCESS = re.compile(r"\([^()]*pid=\d+\) ")
+_RECORD = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d [\d:]+ \[[^]]*\] ?(.*)")
+"""What vLLM puts before each line of a process, and of a record in the log."""
+_TRACEBACK = "Traceback (most recent call last)"
+_CRASH = ("Fatal Python error", "terminate called", "what():")
+
+
 def reason_in(log: Path) -> str:
-    """Return the lines of a log that say why: the first errors, or the end."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    lines = [line for line in lines if line]
-    errors = [line for line in lines if "Error" in line and "Traceback" not in line]
-    chosen = dict.fromkeys(errors[:2] or lines[-2:])
-    return " | ".join(line[-300:] for line in chosen) or "it printed nothing"
+    """Return the lines of vLLM's log that say why an engine failed; "" if none does.
+
+    The exceptions, or else the texts, of its first errors; without any, that of the last traceback
+    that was printed, or what a crash prints. What is logged at lower levels may quote an exception
+    and is left out.
+    """
+    logged, printed = [], []
+    for line in log.read_text(errors="replace").splitlines():
+        text = _PROCESS.sub("", line.rstrip(), count=1)
+        record = _RECORD.match(text)
+        if record is None:
+            printed.append(text)
+        elif record[1] in ("ERROR", "CRITICAL"):
+            logged.append(record[2])
+    chosen = dict.fromkeys(_exceptions(logged)[:2] or [text.strip() for text in logged[:2]])
+    if not chosen:
+        crash = [text.strip() for text in printed if text.strip().startswith(_CRASH)]
+        chosen = dict.fromkeys(_exceptions(printed)[-1:] or crash[:2])
+    return " | ".join(text[-300:] for text in chosen)
+
+
+def _exceptions(lines: Sequence[str]) -> list[str]:
+    """Return the lines that end tracebacks: what was raised."""
+    found, inside = [], False
+    for line in lines:
+        if line.lstrip().startswith(_TRACEBACK):
+            inside = True
+        elif inside and line and not line[0].isspace():
+            found.append(line)
+            inside = False
+    return found

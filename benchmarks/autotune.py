@@ -112,11 +112,11 @@ def tune(arguments: argparse.Namespace, model: Path, seconds: float) -> dict[str
             tuning_command(arguments, model, seconds), env=environ, stdout=subprocess.PIPE,
             text=True, check=True, timeout=seconds + GRACE,
         )  # fmt: skip
-        found: dict[str, Any] = json.loads(done.stdout)
-        if found["result"] is not None:  # otherwise the next call goes on
-            kept.write_text(done.stdout)
-        return found
-    found = json.loads(kept.read_text())
+        undecided: dict[str, Any] = json.loads(done.stdout)
+        if undecided["result"] is None:  # the next call goes on
+            return undecided
+        kept.write_text(done.stdout)
+    found: dict[str, Any] = json.loads(kept.read_text())
     return found
 
 
@@ -180,7 +180,10 @@ def main() -> int:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     model = write_model(arguments.model, arguments.layers, arguments.folder)
     found = tune(arguments, model, arguments.time_budget - GRACE)
-    won = found["result"] is not None and found["result"]["winner"] is not None
+    if found["result"] is None:
+        print("not decided yet; the same command goes on", file=sys.stderr)
+        return 2
+    won = found["result"]["winner"] is not None
     left = arguments.time_budget - (time.monotonic() - began)
     if left < SECONDS_TO_COMPARE:
         print("tuned; the same command compares the result", file=sys.stderr)

@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vllm_fl.dispatch import policy_from_config
+from vllm_fl.autotune.arena import EngineArena, Limits
+from vllm_fl.autotune.objective import Objective
+from vllm_fl.autotune.space import policy
+from vllm_fl.autotune.verification import SETTING_VARIABLES, Verification, verify
+from vllm_fl.dispatch import SelectionPolicy, policy_from_config
 from vllm_fl.dispatch.ops import CATALOGUE
 
 HERE = Path(__file__).parent
@@ -119,11 +123,11 @@ def test_the_file_is_a_configuration(study):
     assert content["tuned"]["device"] == "cpu"
     assert content["tuned"]["shape"]["architecture"] == "Qwen3ForCausalLM"
     assert {"vllm", "torch", "vllm-fl-reference"} <= set(content["tuned"]["versions"])
-    policy = policy_from_config(study.out)
-    assert not policy.strict
+    made = policy_from_config(study.out)
+    assert not made.strict
     winner = study.found["result"]["winner"]
     for op in OPERATORS:
-        order = policy.get_per_op_order(op)
+        order = made.get_per_op_order(op)
         assert order[0] == f"impl:{winner[op]}"
         assert "impl:vendor.acme.slow" in order
 
@@ -218,6 +222,32 @@ def test_a_study_whose_time_evidence_used_up_is_not_decided(tmp_path, tiny_model
     found = json.loads(study.run("--resume").stdout)
     assert found["result"]["trials"] == len(found["trials"]) == 2
     assert found["undecided"] == ""
+
+
+@pytest.mark.parametrize("silu", ["vendor.acme.slow", "reference.torch"])
+def test_what_the_platform_would_choose_is_told_from_other_choices(
+    silu, tiny_model, tmp_path, monkeypatch
+):
+    for name, value in (PLANTED | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("VLLM_FL_PREFER", "reference")  # the settings in force
+    base = SelectionPolicy.from_dict(prefer="reference").to_dict()
+    slow = dict.fromkeys(OPERATORS, "vendor.acme.slow")
+
+    def engine(of_platform):
+        made = EngineArena(
+            {"model": str(tiny_model), "skip_tokenizer_init": True, "max_model_len": 64,
+             "enforce_eager": True, **ENGINE},
+            lambda c: policy(base, {op: [f"impl:{impl}"] for op, impl in c.items()}),
+            tmp_path, Limits(), rebind=False, unset=SETTING_VARIABLES if of_platform else (),
+        )  # fmt: skip
+        made.requests = [{"prompt": [1, 2, 3], "output": 2, "arrival": 0.0}]
+        return made
+
+    how = Verification(engine, Objective.parse("throughput"), 1, lambda costs: None)
+    found = verify(how, {**slow, "silu_and_mul": silu}, None, against_platform=True)
+    assert found.get("same_as_platform", False) is (silu == "vendor.acme.slow")
+    assert ("against_platform" in found) is (silu != "vendor.acme.slow")
 
 
 PAIR = "decode:vendor.one+prefill:vendor.two"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from statistics import median
 from typing import Any
 
 import jinja2
@@ -44,12 +43,23 @@ def verdict(found: dict[str, Any]) -> str:
         return f"The default stays: {result['reason']}."
     last = result["confirmations"][-1]
     sentence = f"{result['name']} is {interval(last['gain'])} times as good as the default."
-    over = last["verification"].get("over_platform")
+    if last["verification"].get("same_as_platform"):
+        sentence += " It is what the platform's own defaults choose: nothing is compared."
+    over = last["verification"].get("against_platform")
     if over is not None:
-        sentence += f" It is {median(over):.4g} times as good as the platform's own defaults."
-    if over is not None and median(over) < 1:
-        sentence += " Do not use it instead of those."
+        sentence += f" It is {interval(over)} times as good as the platform's own defaults."
+        if is_worse_than_platform(found):
+            sentence += " Do not use it instead of those."
+        elif not over["low"] > 1:
+            sentence += " That is within the noise."
     return sentence
+
+
+def is_worse_than_platform(found: dict[str, Any]) -> bool:
+    """Whether the winner is surely slower than the platform's own defaults."""
+    verification = found["result"]["confirmations"][-1]["verification"]
+    high = verification.get("against_platform", {}).get("high")
+    return high is not None and high < 1
 
 
 def interval(estimate: dict[str, Any]) -> str:

@@ -7,14 +7,16 @@ than the platform's own, it is said how it compares with those.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from vllm_fl.autotune.arena import Costs, EngineArena
+from vllm_fl.autotune.measuring import finite
 from vllm_fl.autotune.objective import Objective
 from vllm_fl.autotune.space import Configuration
+from vllm_fl.autotune.statistics import widest_estimate
 from vllm_fl.autotune.supervisor import TrialFailed
 from vllm_fl.dispatch import config, env
 from vllm_fl.dispatch.settings import SETTINGS
@@ -68,7 +70,9 @@ def verify(
 
     Returns:
         "text"; "accepted", false when it does not run or is not faster than the default in each
-        pair of starts; "over_default" and "over_platform": ratios, one a pair of starts.
+        pair of starts; "over_default": ratios, one a pair of starts; "against_platform": an
+        estimate from all pairs of runs; or instead "same_as_platform", true, where the platform's
+        own defaults build the same model and nothing is compared.
     """
     rivals: dict[str, Configuration | None] = {}
     if default is not None:
@@ -78,42 +82,61 @@ def verify(
     if not rivals or not how.starts:
         return {"accepted": True, "text": "trials" + (", not as it will serve" if default else "")}
     try:
-        rates = _started_anew(how, {"winner": winner, **rivals})
+        runs = _started_anew(how, {"winner": winner, **rivals})
     except TrialFailed as failure:
         return {"accepted": False, "text": f"it fails as it will serve: {failure}"}
-    ratios = {
-        name: [
-            how.objective.ratio(ours, theirs)
-            for ours, theirs in zip(rates["winner"], rates[name], strict=True)
+    found: dict[str, Any] = {"accepted": True}
+    texts = []
+    if "over_default" in rivals:
+        ratios = [
+            how.objective.ratio(_medians(ours), _medians(theirs))
+            for ours, theirs in zip(runs["winner"], runs["over_default"], strict=True)
         ]
-        for name in rivals
-    }
-    words = {"over_default": "the default", "over_platform": "the platform's own defaults"}
-    texts = [
-        f"over {words[name]} {', '.join(f'{ratio:.4f}' for ratio in found)}"
-        for name, found in ratios.items()
-    ]
-    return {
-        "accepted": all(ratio > 1 for ratio in ratios.get("over_default", ())),
-        "text": f"trials; and as it will serve, a ratio for each start: {'; '.join(texts)}",
-        **ratios,
-    }
+        found |= {"accepted": all(ratio > 1 for ratio in ratios), "over_default": ratios}
+        listed = ", ".join(f"{ratio:.4f}" for ratio in ratios)
+        texts.append(f"as it will serve, a ratio over the default for each start: {listed}")
+    if "over_platform" in runs:
+        pairs = [
+            how.objective.ratio(our, their)
+            for ours, theirs in zip(runs["winner"], runs["over_platform"], strict=True)
+            for our, their in zip(ours, theirs, strict=True)
+        ]
+        estimate = widest_estimate(pairs)
+        found["against_platform"] = finite(asdict(estimate))
+        texts.append(f"over the platform's own defaults {estimate}")
+    elif "over_platform" in rivals:
+        found["same_as_platform"] = True
+        texts.append("it is what the platform's own defaults choose")
+    return {**found, "text": "; ".join(("trials", *texts))}
+
+
+def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {key: median(run[key] for run in runs) for key in runs[0]}
 
 
 def _started_anew(
     how: Verification, contenders: Mapping[str, Configuration | None]
-) -> dict[str, list[dict[str, float]]]:
-    """Return name -> median metrics by start; None stands for the platform's own defaults."""
-    rates: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+) -> dict[str, list[list[Mapping[str, float]]]]:
+    """Return name -> the runs of each start; None stands for the platform's own defaults.
+
+    Those, the last, are left out where they build the same model as the winner, the first.
+    """
+    runs: dict[str, list[list[Mapping[str, float]]]] = {name: [] for name in contenders}
+    used: dict[str, Any] = {}
     for number in range(how.starts):
         order = list(contenders.items())
         for name, configuration in order if number % 2 == 0 else reversed(order):
+            if name not in runs or len(runs) == 1:
+                continue
             arena = how.engine(configuration is None)
             try:
                 arena.start(configuration)
-                runs = [arena.measure(configuration or {}) for _ in range(RUNS)]
+                used[name] = arena.worker("fl_used")
+                if configuration is None and used[name] == used["winner"]:
+                    del runs[name]
+                    continue
+                runs[name].append([arena.measure(configuration or {}) for _ in range(RUNS)])
             finally:
                 arena.stop()
                 how.spent(arena.costs)
-            rates[name].append({key: median(run[key] for run in runs) for key in runs[0]})
-    return rates
+    return runs

@@ -66,6 +66,7 @@ class OpManager(state.PolicyListener):
         registry: who implements what.
         comparison: what VLLM_FL_COMPARE asked for; None while nothing is compared.
         oplist: the file of VLLM_FL_OPLIST; None for none.
+        used: operator, with its phase where phases differ -> implementations noted as in use.
     """
 
     def __init__(
@@ -74,7 +75,8 @@ class OpManager(state.PolicyListener):
         self.registry = OpRegistry() if registry is None else registry
         self.comparison: Comparison | None = None
         self.oplist: OpList | None = None
-        self._used: dict[str, dict[str, OpImpl]] = {}
+        self.used: dict[str, set[str]] = {}
+        self._serving: dict[str, dict[str, OpImpl]] = {}
         self._lock = threading.RLock()
         self._initialized = not register_builtins
         self._initializing = False
@@ -231,20 +233,21 @@ class OpManager(state.PolicyListener):
     def note_use(self, impl: OpImpl, phase: str = "") -> None:
         """Note that an implementation is in use in a phase ("": in all), and put it on the list.
 
-        Of an operator with phases it is remembered: such a one is asked when the model is built,
-        and the first choice may have been passed over.
+        Of an operator with phases the last one noted is what serves: such a one is asked when the
+        model is built, and the first choice may have been passed over.
         """
+        self.used.setdefault(phase_name(impl.op_name, phase), set()).add(impl.impl_id)
         if get_spec(impl.op_name).phases:
-            used = self._used.setdefault(impl.op_name, {})
-            if not phase or "" in used:
-                used.clear()
-            used[phase] = impl
+            serving = self._serving.setdefault(impl.op_name, {})
+            if not phase or "" in serving:
+                serving.clear()
+            serving[phase] = impl
         if self.oplist is not None:
             self.oplist.note(phase_name(impl.op_name, phase), impl.impl_id)
 
-    def in_use(self, op_name: str) -> dict[str, OpImpl]:
+    def serving(self, op_name: str) -> dict[str, OpImpl]:
         """Return phase -> implementation of an operator with phases, as :meth:`note_use` noted."""
-        return dict(self._used.get(op_name, {}))
+        return dict(self._serving.get(op_name, {}))
 
     def bind(self, op_name: str) -> BoundOp:
         """Return a live handle. Bound inside a policy context, it keeps that context's policy.

@@ -114,7 +114,7 @@ def operator_table(manager: OpManager) -> list[dict[str, Any]]:
     rows = []
     chosen_for: dict[str, OpImpl | None] = dict.fromkeys(CATALOGUE)
     for op_name in CATALOGUE:
-        found = manager.in_use(op_name) or {
+        found = manager.serving(op_name) or {
             phase: ranking.order[0]
             for phase, ranking in manager.rank_by_phase(op_name).items()
             if ranking.order

@@ -80,6 +80,11 @@ class TuningMethods:
             }
         return found
 
+    def fl_used(self) -> dict[str, list[str]]:
+        """Return operator, with its phase where phases differ -> what the model is built with."""
+        used = get_default_manager().used
+        return {name: sorted(ids) for name, ids in sorted(used.items())}
+
     def fl_record(self, wanted: dict[str, list[str]]) -> None:
         """Start recording the calls of operators, and keep the arguments of the wanted ones."""
         from vllm_fl.integration.recording import Recorder

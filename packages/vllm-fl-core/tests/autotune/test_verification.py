@@ -1,0 +1,97 @@
+"""The winner against the platform's own defaults, on fake engines; and what is said about it."""
+
+from __future__ import annotations
+
+import pytest
+from modelled import THROUGHPUT
+
+from vllm_fl.autotune.arena import Costs
+from vllm_fl.autotune.report import is_worse_than_platform, verdict
+from vllm_fl.autotune.verification import RUNS, Verification, verify
+
+WINNER, DEFAULT = {"rms_norm": "b"}, {"rms_norm": "a"}
+OWN = {"rms_norm": ["c"]}
+
+
+class FakeArena:
+    """An engine whose rate is that of what it is built with; a start's runs vary as given."""
+
+    def __init__(self, of_platform, own, rates, vary, starts):
+        self.of_platform, self.own, self.rates, self.vary = of_platform, own, rates, iter(vary)
+        self.starts, self.costs = starts, Costs()
+
+    def start(self, configuration):
+        assert self.of_platform is (configuration is None)
+        self.used = {op: [impl] for op, impl in (configuration or {}).items()} or self.own
+        self.starts.append(self.used.get("rms_norm", ["vLLM"])[0])
+
+    def worker(self, method):
+        assert method == "fl_used"
+        return self.used
+
+    def measure(self, configuration):
+        rate = self.rates[self.starts[-1]]
+        return {"output_tokens_per_second": rate * (next(self.vary) if self.of_platform else 1.0)}
+
+    def stop(self):
+        pass
+
+
+def verified(default=None, own=OWN, rates=None, vary=(1.0,) * RUNS):
+    starts = []
+    rates = {"a": 50.0, "b": 100.0, "c": 101.0, "vLLM": 101.0, **(rates or {})}
+    how = Verification(
+        lambda of_platform: FakeArena(of_platform, own, rates, vary, starts),
+        THROUGHPUT, 2, lambda costs: None,
+    )  # fmt: skip
+    return verify(how, WINNER, default, against_platform=True), starts
+
+
+def found(verification):
+    gain = {"value": 1.2, "low": 1.1, "high": 1.3, "level": 0.95, "count": 12}
+    confirmation = {"gain": gain, "verification": verification}
+    result = {"winner": WINNER, "name": "rms_norm=b", "confirmations": [confirmation]}
+    return {"result": result, "interrupted": False, "undecided": ""}
+
+
+@pytest.mark.parametrize("default", [None, DEFAULT])
+def test_what_the_platform_chooses_itself_is_not_compared_with_it(default):
+    verification, starts = verified(default, own={"rms_norm": ["b"]})
+    assert verification["same_as_platform"] is True
+    assert verification["accepted"]
+    assert "against_platform" not in verification
+    assert starts == (["b", "b"] if default is None else ["b", "a", "b", "a", "b"])
+    words = verdict(found(verification))
+    assert words.endswith("It is what the platform's own defaults choose: nothing is compared.")
+    assert not is_worse_than_platform(found(verification))
+
+
+@pytest.mark.parametrize("own", [OWN, {}])
+def test_what_is_slower_than_the_platform_is_said_not_to_be_used(own):
+    verification, starts = verified(own=own)
+    assert len(starts) == 4
+    over = verification["against_platform"]
+    assert (over["high"], over["count"]) == (pytest.approx(100 / 101), 2 * RUNS)
+    words = verdict(found(verification))
+    assert "It is 0.9901 [0.9901, 0.9901] (95 %) times as good as the platform" in words
+    assert words.endswith("Do not use it instead of those.")
+    assert is_worse_than_platform(found(verification))
+
+
+def test_a_difference_within_the_noise_forbids_nothing():
+    verification, _ = verified(vary=(0.97, 1.0, 1.02))
+    assert verification["against_platform"]["value"] < 1 < verification["against_platform"]["high"]
+    assert verdict(found(verification)).endswith("That is within the noise.")
+    assert not is_worse_than_platform(found(verification))
+
+
+def test_a_winner_that_is_faster_than_the_platform():
+    verification, _ = verified(DEFAULT, rates={"c": 80.0})
+    assert verification["over_default"] == [2.0, 2.0]
+    assert verification["against_platform"]["low"] == pytest.approx(1.25)
+    assert verdict(found(verification)).endswith("times as good as the platform's own defaults.")
+
+
+def test_a_winner_that_is_slower_than_the_default_as_it_will_serve():
+    verification, _ = verified(DEFAULT, rates={"a": 200.0})
+    assert not verification["accepted"]

@@ -31,6 +31,7 @@ class ModelledArena:
         self.times, self.together, self.noise, self.wrong = times, dict(together), noise, wrong
         self.random = random.Random(seed)
         self.measured = 0
+        self.live = {}
 
     def seconds(self, configuration):
         total = 1.0 + sum(self.times[op][impl] for op, impl in configuration.items())

@@ -125,7 +125,7 @@ def test_too_little_time_decides_nothing(runs):
     arena = ModelledArena(SAME)
     space = arena.evidence().space()
     candidate = {**space.default, "silu_and_mul": "vendor"}
-    with pytest.raises(OutOfTime, match=f"after {runs // 3} rounds of the confirmation"):
+    with pytest.raises(OutOfTime, match=f"after {runs // 3} of the {LOOKS[0]} rounds"):
         confirm(arena, THROUGHPUT, space.default, candidate, 3, over=lambda: arena.measured == runs)
     assert arena.measured == runs
 

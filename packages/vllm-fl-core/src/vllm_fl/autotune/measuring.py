@@ -5,8 +5,9 @@ Works on anything that can measure (:class:`Arena`): engines, or a model of one 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any, Protocol
@@ -120,6 +121,7 @@ def confirm(
     candidate: Configuration,
     tests: int,
     over: Callable[[], bool] = lambda: False,
+    looks: Sequence[int] = LOOKS,
 ) -> Confirmation:
     """Compare a candidate with the default on fresh runs.
 
@@ -133,13 +135,14 @@ def confirm(
         default: the default.
         candidate: what may win.
         tests: how many candidates may be confirmed in all.
-        over: whether the time is used up.
+        over: whether the time is used up; asked before each run.
+        looks: after so many rounds it is looked; the last is the end.
 
     Raises:
         TrialFailed: a run failed.
         OutOfTime: the time was used up before the first look, and nothing is decided.
     """
-    level = 1 - (1 - LEVEL) / (tests * len(LOOKS))
+    level = 1 - (1 - LEVEL) / (tests * len(looks))
     runs = {"default": default, "candidate": candidate, "again": default}
     gains: list[float] = []
     noises: list[float] = []
@@ -157,13 +160,21 @@ def confirm(
             against = [objective.ratio(measured["candidate"], run) for run in (one, two)]
             gains.append(math.sqrt(against[0] * against[1]))
             noises.append(objective.ratio(two, one))
-        if gains and (ended or len(gains) in LOOKS):
+        if gains and (ended or len(gains) in looks):
             gain, noise = ratio_estimate(gains, level), ratio_estimate(noises)
             decision = is_gain(gain, noise)
-            exhausted = len(gains) == LOOKS[-1] or (ended and len(gains) >= LOOKS[0])
+            exhausted = len(gains) == looks[-1] or (ended and len(gains) >= looks[0])
             if decision or gain.high < 1 or exhausted:
                 return Confirmation(gain, noise, decision, len(gains))
-    raise OutOfTime(f"the time was used up after {len(gains)} rounds of the confirmation")
+    done = f"{len(gains)} of the {looks[0]} rounds that a confirmation needs"
+    raise OutOfTime(f"the time was used up after {done}")
+
+
+def engine_starts(rounds: int) -> int:
+    """Return how many engines a confirmation starts where each change of turns needs one."""
+    turns = ["candidate", *(name for number in range(rounds) for name in _turns(number))]
+    needs = [name == "candidate" for name in turns]
+    return 1 + sum(one != other for one, other in itertools.pairwise(needs))
 
 
 def _turns(number: int) -> tuple[str, ...]:

@@ -21,7 +21,16 @@ from vllm_fl.autotune.agreement import MEAN_TOLERANCE
 from vllm_fl.autotune.arena import CHECK_LENGTHS, CHECK_NEW_TOKENS, Costs, EngineArena, Limits
 from vllm_fl.autotune.evidence import Evidence
 from vllm_fl.autotune.gathering import gather, policies
-from vllm_fl.autotune.measuring import PAIRS, Confirmation, OutOfTime, confirm, finite, run_trial
+from vllm_fl.autotune.measuring import (
+    LOOKS,
+    PAIRS,
+    Confirmation,
+    OutOfTime,
+    confirm,
+    engine_starts,
+    finite,
+    run_trial,
+)
 from vllm_fl.autotune.objective import Objective
 from vllm_fl.autotune.options import Options, Progress
 from vllm_fl.autotune.search import Search, best, make_sampler, ranked, tried
@@ -290,10 +299,20 @@ class Tuner:
             name = space.name(trial.params)
             if self._over():
                 raise OutOfTime(f"the time was used up before the confirmation of {name}")
-            self.tell(f"confirming {name}")
+            looks, how = LOOKS, ""
+            if needs_restart(space.default, trial.params, self.arena.live):
+                looks = LOOKS[:1]
+                how = f" with up to {engine_starts(looks[-1])} engine starts"
+            self.tell(f"confirming{how}: {name}")
             try:
                 outcome = confirm(
-                    self.arena, self.objective, space.default, trial.params, CONFIRMED, self._over
+                    self.arena,
+                    self.objective,
+                    space.default,
+                    trial.params,
+                    CONFIRMED,
+                    self._over,
+                    looks,
                 )
             except TrialFailed as failure:
                 confirmations.append({"name": name, "failure": str(failure)})

@@ -130,14 +130,22 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
     outcome = found["result"]
     if report.is_decided(found) and outcome["winner"] is not None:
         result.write(arguments.out, outcome["file"])
-        lines.append(f"Written: {arguments.out} (VLLM_FL_CONFIG={arguments.out} uses it)")
+        use = f"VLLM_FL_CONFIG={arguments.out} uses it"
+        if report.is_worse_than_platform(found):
+            use = "the platform's own defaults are faster"
+        lines.append(f"Written: {arguments.out} ({use})")
     if arguments.json:
         return json.dumps(found, indent=2), 130 if found["interrupted"] else 0
     return "\n".join(lines), 130 if found["interrupted"] else 0
 
 
 def _teller(bar: Any) -> Callable[[str], None]:
-    return lambda text: bar.set_description(text[:60])
+    def tell(text: str) -> None:
+        if text.startswith("confirming"):  # what takes long stays to be read
+            bar.write(text, file=sys.stderr)
+        bar.set_description(text[:60])
+
+    return tell
 
 
 def _shower(bar: Any) -> Callable[[Any], None]:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -373,6 +374,17 @@ def test_autotune_keeps_what_it_found(tuning):
     arguments, model = tuning
     (arguments.folder / "found.json").write_text('{"result": null}')
     assert autotune.tune(arguments, model, 1.0) == {"result": None}
+
+
+def test_autotune_does_not_keep_what_is_not_decided(tuning, monkeypatch):
+    arguments, model = tuning
+    answers = iter(['{"result": null}', '{"result": {"winner": null}}'])
+    monkeypatch.setattr(
+        autotune.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=next(answers))
+    )
+    assert autotune.tune(arguments, model, 1.0) == {"result": None}
+    for _ in range(2):  # the second time what was found is read
+        assert autotune.tune(arguments, model, 1.0) == {"result": {"winner": None}}
 
 
 def test_gains_are_taken_within_rounds():

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 from modelled import THROUGHPUT
 
+from vllm_fl import autotune
+from vllm_fl.autotune import report
 from vllm_fl.autotune.arena import Costs
 from vllm_fl.autotune.report import is_worse_than_platform, verdict
 from vllm_fl.autotune.verification import RUNS, Verification, verify
+from vllm_fl.cli.main import make_parser
 
 WINNER, DEFAULT = {"rms_norm": "b"}, {"rms_norm": "a"}
 OWN = {"rms_norm": ["c"]}
@@ -95,3 +98,25 @@ def test_a_winner_that_is_faster_than_the_platform():
 def test_a_winner_that_is_slower_than_the_default_as_it_will_serve():
     verification, _ = verified(DEFAULT, rates={"a": 200.0})
     assert not verification["accepted"]
+
+
+@pytest.mark.parametrize(
+    ("vary", "use"),
+    [
+        ((1.0,) * RUNS, "the platform's own defaults are faster"),
+        ((0.97, 1.0, 1.02), "VLLM_FL_CONFIG={out} uses it"),
+    ],
+)
+def test_the_command_does_not_recommend_what_is_slower(tmp_path, monkeypatch, vary, use):
+    verification, _ = verified(vary=vary)
+    content = found(verification)
+    content["result"]["file"] = {}
+    monkeypatch.setattr(autotune, "tune", lambda options, **callbacks: content)
+    monkeypatch.setattr(report, "html", verdict)
+    monkeypatch.setattr(report, "text", verdict)
+    out = tmp_path / "tuned.yaml"
+    arguments = make_parser().parse_args(["autotune", "--model", "m", "--out", str(out)])
+    text, status = arguments.run(arguments)
+    assert status == 0
+    assert f"Written: {out} ({use.format(out=out)})" in text
+    assert out.exists()

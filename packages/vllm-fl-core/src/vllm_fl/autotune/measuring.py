@@ -27,7 +27,7 @@ from vllm_fl.dispatch.types import Decision
 
 PAIRS = (3, 6)
 """Pairs of runs in a trial: at least, and at most when it looks better than the default."""
-LOOKS = (12, 18, 26)
+LOOKS: tuple[int, ...] = (12, 18, 26)
 """After so many rounds of the confirmation it is looked whether the interval decides."""
 
 

@@ -203,6 +203,34 @@ print(json.dumps([before, dummy_runs(config, nn.Linear(1, 1))]))
     assert wheels.python(code, VLLM_FL_PER_OP="silu_and_mul=vendor") == [[], sizes]
 
 
+def test_of_backends_named_by_hand_those_are_asked_that_run_something(wheels):
+    pytest.importorskip("vllm")
+    (wheels.path / "plug.py").write_text("""
+from vllm_fl.dispatch.backend import Backend
+class A(Backend):
+    name = vendor = "a"
+    def warmup_tokens(self, most, experts): return [range(1, 3)]
+    def silu_and_mul(self, x): return x
+class B(A):
+    name = vendor = "b"
+    def warmup_tokens(self, most, experts): return [range(5, 7)]
+""")
+    code = """
+import json
+from types import SimpleNamespace as N
+from torch import nn
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.integration.warmup import dummy_runs
+config = N(scheduler_config=N(max_num_batched_tokens=9),
+           compilation_config=N(cudagraph_mode=None))
+handle = get_default_manager().bind("silu_and_mul")
+print(json.dumps(dummy_runs(config, nn.Linear(1, 1))))
+"""
+    for vendor, sizes in (("a", [2]), ("b", [6])):
+        env = {"VLLM_FL_PER_OP": f"silu_and_mul=vendor:{vendor}"}
+        assert wheels.python(code, VLLM_FL_PLUGIN_MODULES="plug:A,plug:B", **env) == sizes
+
+
 def test_attention_warms_up_where_it_can_and_has_a_cache():
     torch = pytest.importorskip("torch")
     pytest.importorskip("vllm")

@@ -22,7 +22,7 @@ from vllm_fl.dispatch import env
 from vllm_fl.dispatch.backend import BACKEND_API, Backend, Device
 from vllm_fl.dispatch.errors import BackendLoadError
 from vllm_fl.dispatch.registry import OpRegistry
-from vllm_fl.dispatch.types import YES, Decision, load_object
+from vllm_fl.dispatch.types import YES, Decision, OpImpl, load_object
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -45,6 +45,7 @@ class DiscoveredBackend:
         decision: whether it can be used, and why not.
         details: the traceback of what went wrong.
         problems: operators that lost themselves alone at registration, each with its reason.
+        registered: what it has registered.
     """
 
     name: str
@@ -56,6 +57,7 @@ class DiscoveredBackend:
     decision: Decision = YES
     details: str = ""
     problems: list[str] = field(default_factory=list)
+    registered: tuple[OpImpl, ...] = ()
 
     @property
     def device(self) -> Device | None:
@@ -78,12 +80,15 @@ class DiscoveredBackend:
             Exception: whatever ``register_builtins`` raised; nothing of it is registered then.
         """
         self.problems.clear()
+        registered = []
         if self.backend is not None:
             for impl in self.backend.implementations():
                 try:
                     if isinstance(impl, Exception):
                         raise impl
-                    registry.register_impl(impl.from_wheel(self.distribution, self.version))
+                    impl = impl.from_wheel(self.distribution, self.version)
+                    registry.register_impl(impl)
+                    registered.append(impl)
                 except Exception as error:
                     self.problems.append(str(error))
         elif self.register_builtins is not None:
@@ -91,7 +96,9 @@ class DiscoveredBackend:
             self.register_builtins(collected)
             groups = collected.snapshot().impls_by_op.values()
             impls = [impl for group in groups for impl in group]
-            registry.register_many(i.from_wheel(self.distribution, self.version) for i in impls)
+            registered = [impl.from_wheel(self.distribution, self.version) for impl in impls]
+            registry.register_many(registered)
+        self.registered = tuple(registered)
 
 
 def normalise(distribution: str) -> str:

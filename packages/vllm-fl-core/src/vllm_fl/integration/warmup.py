@@ -69,10 +69,10 @@ def dummy_runs(vllm_config: VllmConfig, model: torch.nn.Module) -> list[int]:
     if mode is not None and mode.mixed_mode() != CUDAGraphMode.NONE:
         done.update(compilation.cudagraph_capture_sizes or ())
     shapes = expert_shapes(model)
-    wheels = {impl.distribution for impl in get_default_manager().bound()}
+    bound = get_default_manager().bound()
     ranges: list[range] = []
     for record in discovery.get_discovered_plugins():
-        if record.backend is not None and record.distribution in wheels:
+        if record.backend is not None and not bound.isdisjoint(record.registered):
             ranges += record.backend.warmup_tokens(most, shapes)
     return missing_counts(ranges, done)
 

@@ -88,9 +88,10 @@ def test_attention_and_steps_before_serving(notes, model):
     assert written[asked] == ["asked", 64, [shape]]
     ran = written[asked + 1 :]
     assert {tuple(row[2:]) for row in ran} == {(experts, 2 * inner, hidden, 4)}
-    # vLLM itself runs 64, to profile memory; one count does for two ranges that overlap.
-    assert [row[1] for row in ran][: 2 * layers] == [1] * layers + [30] * layers
-    assert f"Warmed up: attention of {layers} layers; steps of [1, 30] tokens" in log
+    # One count does for two ranges that overlap; on CPU vLLM has not run 64 to profile memory.
+    counts = [1, 30, 64]
+    assert [row[1] for row in ran][: 3 * layers] == [n for n in counts for _ in range(layers)]
+    assert f"Warmed up: attention of {layers} layers; steps of {counts} tokens" in log
 
 
 def test_each_phase_s_attention_warms_up_for_its_own(notes, model):

@@ -161,20 +161,54 @@ def test_the_extension_goes_before_the_worker_s_own_methods(acme, monkeypatch):
     monkeypatch.setattr(worker, "warm_up", lambda *given: warmed.append((given, *made.seen[1:])))
     made.model_runner = "runner"
     assert made.compile_or_warm_up_model() == 1.5
-    assert warmed == [((made.vllm_config, "runner"),)]  # before vLLM's own, which watches us then
+    # Before vLLM's own, which watches us then.
+    assert warmed == [((made.vllm_config, "runner", False),)]
     assert made.seen[1:] == ["warm"]
 
 
+@pytest.mark.parametrize("profiles", [True, False])
+def test_the_extension_notes_whether_vllm_has_run_the_most_tokens(monkeypatch, profiles):
+    pytest.importorskip("vllm")
+    from vllm_fl.integration import worker
+
+    class Runner:
+        runs = 0
+
+        def profile_run(self):
+            self.runs += 1
+
+    class Worker:
+        vllm_config = "config"
+
+        def determine_available_memory(self):
+            if profiles:
+                self.model_runner.profile_run()
+            return 7
+
+        def compile_or_warm_up_model(self):
+            return 1.5
+
+    warmed = []
+    monkeypatch.setattr(worker, "warm_up", lambda *given: warmed.append(given))
+    made = type("Own", (Worker, worker.WorkerExtensionFL), {})()
+    made.model_runner = Runner()
+    assert made.determine_available_memory() == 7
+    assert vars(made.model_runner) == ({"runs": 1} if profiles else {})  # it has its own again
+    made.compile_or_warm_up_model()
+    assert warmed == [("config", made.model_runner, profiles)]
+
+
 @pytest.mark.parametrize(
-    ("mode", "captured", "sizes"),
+    ("mode", "captured", "profiled", "sizes"),
     [
-        ("NONE", [], [4, 100]),
-        ("FULL_AND_PIECEWISE", [1, 2, 4], [100]),
-        ("FULL", [2, 8, 60], []),
-        ("FULL_DECODE_ONLY", [1, 2, 4], [4, 100]),
+        ("NONE", [], True, [4, 100]),
+        ("NONE", [], False, [4, 100, 9999]),
+        ("FULL_AND_PIECEWISE", [1, 2, 4], True, [100]),
+        ("FULL", [2, 8, 60], True, []),
+        ("FULL_DECODE_ONLY", [1, 2, 4], True, [4, 100]),
     ],
 )
-def test_bound_backends_say_what_to_warm_up(wheels, mode, captured, sizes):
+def test_bound_backends_say_what_to_warm_up(wheels, mode, captured, profiled, sizes):
     pytest.importorskip("vllm")
     wheels.add(
         "acme",
@@ -196,9 +230,9 @@ from vllm_fl.integration.warmup import dummy_runs
 config = N(scheduler_config=N(max_num_batched_tokens=9999),
            compilation_config=N(cudagraph_mode=CUDAGraphMode.{mode},
                                 cudagraph_capture_sizes={captured!r}))
-before = dummy_runs(config, nn.Linear(1, 1))
+before = dummy_runs(config, nn.Linear(1, 1), {profiled})
 handle = get_default_manager().bind("silu_and_mul")
-print(json.dumps([before, dummy_runs(config, nn.Linear(1, 1))]))
+print(json.dumps([before, dummy_runs(config, nn.Linear(1, 1), {profiled})]))
 """
     assert wheels.python(code, VLLM_FL_PER_OP="silu_and_mul=vendor") == [[], sizes]
 
@@ -224,7 +258,7 @@ from vllm_fl.integration.warmup import dummy_runs
 config = N(scheduler_config=N(max_num_batched_tokens=9),
            compilation_config=N(cudagraph_mode=None))
 handle = get_default_manager().bind("silu_and_mul")
-print(json.dumps(dummy_runs(config, nn.Linear(1, 1))))
+print(json.dumps(dummy_runs(config, nn.Linear(1, 1), True)))
 """
     for vendor, sizes in (("a", [2]), ("b", [6])):
         env = {"VLLM_FL_PER_OP": f"silu_and_mul=vendor:{vendor}"}

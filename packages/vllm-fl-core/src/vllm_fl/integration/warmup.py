@@ -26,12 +26,18 @@ if TYPE_CHECKING:
 logger = get_logger("vllm_fl.integration")
 
 
-def warm_up(vllm_config: VllmConfig, model_runner: Any) -> None:
-    """Warm up attention and operators; for a loaded model whose caches there are."""
+def warm_up(vllm_config: VllmConfig, model_runner: Any, profiled: bool) -> None:
+    """Warm up attention and operators; for a loaded model whose caches there are.
+
+    Args:
+        vllm_config: vLLM's configuration.
+        model_runner: vLLM's, which has the model.
+        profiled: whether it has run the most tokens of a step already.
+    """
     from vllm.config import CUDAGraphMode
 
     layers = warm_up_attention(vllm_config)
-    sizes = dummy_runs(vllm_config, model_runner.get_model())
+    sizes = dummy_runs(vllm_config, model_runner.get_model(), profiled)
     for size in sizes:
         model_runner._dummy_run(size, cudagraph_runtime_mode=CUDAGraphMode.NONE, skip_eplb=True)
     if layers or sizes:
@@ -52,10 +58,10 @@ def warm_up_attention(vllm_config: VllmConfig) -> int:
     return called
 
 
-def dummy_runs(vllm_config: VllmConfig, model: torch.nn.Module) -> list[int]:
+def dummy_runs(vllm_config: VllmConfig, model: torch.nn.Module, profiled: bool) -> list[int]:
     """Return the token counts to run so that each range which a backend names has had one.
 
-    vLLM runs the most tokens of a step when it profiles memory. It will run each size that it
+    vLLM has run the most tokens of a step if it has profiled memory. It will run each size that it
     captures, unless it captures steps of pure decode alone, and leaves out the larger ones.
     """
     from vllm.config import CUDAGraphMode
@@ -65,7 +71,7 @@ def dummy_runs(vllm_config: VllmConfig, model: torch.nn.Module) -> list[int]:
     most = vllm_config.scheduler_config.max_num_batched_tokens
     compilation = vllm_config.compilation_config
     mode = compilation.cudagraph_mode
-    done = {most}
+    done = {most} if profiled else set()
     if mode is not None and mode.mixed_mode() != CUDAGraphMode.NONE:
         done.update(compilation.cudagraph_capture_sizes or ())
     shapes = expert_shapes(model)

@@ -49,12 +49,31 @@ def start_backends(vllm_config: VllmConfig, rank: int) -> None:
 class _WorkerHooks:
     """What runs around vLLM's own methods of a worker."""
 
+    _fl_profiled = False
+
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
         """Start the backends in this process, whose device is set by now, then load the model."""
         worker: Any = self
         start_backends(worker.vllm_config, worker.rank)
         parent: Any = super()
         return parent.load_model(*args, **kwargs)
+
+    def determine_available_memory(self, *args: Any, **kwargs: Any) -> Any:
+        """Let vLLM's own do it, and note whether it runs the model: on CPU it need not."""
+        worker: Any = self
+        runner = worker.model_runner
+        profile_run = runner.profile_run
+
+        def noted() -> None:
+            profile_run()
+            self._fl_profiled = True
+
+        runner.profile_run = noted
+        parent: Any = super()
+        try:
+            return parent.determine_available_memory(*args, **kwargs)
+        finally:
+            del runner.profile_run
 
     def compile_or_warm_up_model(self, *args: Any, **kwargs: Any) -> Any:
         """Run what the backends' kernels need compiled, then let vLLM warm up.
@@ -63,7 +82,7 @@ class _WorkerHooks:
         vLLM says about kernels that are compiled too late is right.
         """
         worker: Any = self
-        warm_up(worker.vllm_config, worker.model_runner)
+        warm_up(worker.vllm_config, worker.model_runner, self._fl_profiled)
         parent: Any = super()
         return parent.compile_or_warm_up_model(*args, **kwargs)
 

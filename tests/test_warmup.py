@@ -40,7 +40,7 @@ import vllm_fl_reference.attention.backend as reference
 from plug import note
 
 class PlantedImpl(reference.ReferenceAttentionImpl):
-    def warm_up(self, kv_cache, vllm_config, phases=("all",)):
+    def warm_up(self, kv_cache, vllm_config, phases):
         note("attention", list(phases), kv_cache.dim(), vllm_config.scheduler_config.max_num_seqs)
 
 class PlantedBackend(reference.ReferenceAttentionBackend):
@@ -80,7 +80,7 @@ def test_attention_and_steps_before_serving(notes, model):
     hidden, inner, experts = config["hidden_size"], config["moe_intermediate_size"], 12
 
     asked = written.index(next(row for row in written if row[0] == "asked"))
-    assert written[asked - layers : asked] == [["attention", ["all"], 4, 8]] * layers
+    assert written[asked - layers : asked] == [["attention", ["decode", "prefill"], 4, 8]] * layers
     shape = {
         "k": config["num_experts_per_tok"], "routed": experts, "groups": 1, "experts": experts,
         "local": experts, "hidden": hidden, "inner": inner, "itemsize": 4, "ranks": 1,

@@ -9,6 +9,7 @@ import pytest
 from vllm_fl.dispatch import (
     BackendImplKind,
     ConfigError,
+    RegistrationError,
     SelectionPolicy,
     UnknownOperatorError,
     discovery,
@@ -265,6 +266,159 @@ print(json.dumps(dummy_runs(config, nn.Linear(1, 1), True)))
         assert wheels.python(code, VLLM_FL_PLUGIN_MODULES="plug:A,plug:B", **env) == sizes
 
 
+@pytest.fixture
+def sizes_of(monkeypatch):
+    """Return the steps to run for a backend with a given ``warmup_tokens``; at most 64 tokens."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("vllm")
+    from vllm_fl.integration import warmup
+
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        compilation_config=SimpleNamespace(cudagraph_mode=None),
+    )
+
+    def run(method):
+        backend = type("Named", (Acme,), {"warmup_tokens": method})()
+        record = discovery.DiscoveredBackend(
+            "acme", "by hand", backend=backend, registered=("silu",)
+        )
+        monkeypatch.setattr(discovery, "get_discovered_plugins", lambda: (record,))
+        manager = SimpleNamespace(bound=lambda: {"silu", "norm"})
+        monkeypatch.setattr(warmup, "get_default_manager", lambda: manager)
+        return warmup.dummy_runs(config, torch.nn.Linear(1, 1), profiled=False)
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        (None, "None"),
+        (3, "3"),
+        ("", "''"),
+        (range(1, 5), "range(1, 5)"),
+        (range(0), "range(0, 0)"),
+        ([1, 2], "[1, 2]"),
+        ("1-5", "'1-5'"),
+        ([range(3), range(1, 5)], "[range(0, 3)]"),
+        ([range(60, 66)], "[range(60, 66)]"),
+        ([range(5, -1, -1)], "[range(5, -1, -1)]"),
+        ([(1, 5)], "[(1, 5)]"),
+    ],
+)
+def test_a_wrong_answer_about_tokens_stops_the_engine(sizes_of, answer, told):
+    with pytest.raises(RegistrationError) as caught:
+        sizes_of(lambda self, most, experts: answer)
+    assert str(caught.value) == (
+        f"Backend acme: warmup_tokens returned {told}. "
+        "Allowed: an iterable of ranges of token counts within 1..64."
+    )
+
+
+def test_any_iterable_of_ranges_will_do(sizes_of):
+    def ranges(self, most, experts):
+        yield range(1, 2)
+        yield range(90, most + 1)
+        yield range(most, most + 1)
+
+    assert sizes_of(ranges) == [1, 64]
+    assert sizes_of(lambda self, most, experts: {range(64, 0, -1)}) == [1]
+    assert sizes_of(lambda self, most, experts: ()) == []
+
+
+def test_what_warmup_tokens_raises_is_told_or_stops_the_engine(sizes_of, log):
+    def fails(self, most, experts):
+        yield range(1, 2)
+        raise ArithmeticError("no tile")
+
+    def refuses(self, most, experts):
+        raise ConfigError("not with this model")
+
+    assert sizes_of(fails) == []
+    assert [record.getMessage() for record in log] == [
+        "warmup_tokens of backend acme failed, so its kernels may be compiled while a request "
+        "waits: ArithmeticError: no tile"
+    ]
+    with pytest.raises(ConfigError, match="not with this model"):
+        sizes_of(refuses)
+    set_global_policy(SelectionPolicy(strict=True))
+    with pytest.raises(ArithmeticError, match="no tile"):
+        sizes_of(fails)
+
+
+@pytest.fixture
+def warm_up_layers():
+    """Warm up layers of these implementations; return for how many one did."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("vllm")
+    from vllm_fl.integration.warmup import warm_up_attention
+
+    def run(*impls):
+        layers = {
+            str(number): SimpleNamespace(impl=impl, kv_cache=torch.zeros(3))
+            for number, impl in enumerate(impls)
+        }
+        config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+        return warm_up_attention(config)
+
+    return run
+
+
+class AcmeImpl:
+    def __init__(self, error=None):
+        self.error = error
+        self.called = 0
+
+    def warm_up(self, kv_cache, vllm_config, phases):
+        self.called += 1
+        if self.error is not None:
+            raise self.error
+
+
+WHERE = f"{__name__}.AcmeImpl"
+
+
+def test_an_implementation_that_fails_to_warm_up_is_told_once(warm_up_layers, log):
+    failing, another = AcmeImpl(ArithmeticError("no tile")), AcmeImpl()
+    able = type("Able", (AcmeImpl,), {})()
+    assert warm_up_layers(failing, another, able, able) == 2
+    assert (failing.called, another.called, able.called) == (1, 0, 2)
+    assert [record.getMessage() for record in log] == [
+        f"warm_up of {WHERE} failed, so its kernels may be compiled while a request waits: "
+        "ArithmeticError: no tile"
+    ]
+
+
+def test_a_refusal_to_warm_up_stops_the_engine_and_strict_does_at_any_error(warm_up_layers):
+    with pytest.raises(ConfigError, match="not with this cache"):
+        warm_up_layers(AcmeImpl(ConfigError("not with this cache")))
+    set_global_policy(SelectionPolicy(strict=True))
+    with pytest.raises(ArithmeticError, match="no tile"):
+        warm_up_layers(AcmeImpl(ArithmeticError("no tile")))
+
+
+@pytest.mark.parametrize(
+    ("method", "problem"),
+    [
+        (3, "is 3, which cannot be called"),
+        (None, "is None, which cannot be called"),
+        (
+            lambda kv_cache, vllm_config: None,
+            "takes (kv_cache, vllm_config) after self: too many positional arguments",
+        ),
+    ],
+)
+def test_a_warm_up_that_cannot_be_called_so_stops_the_engine(warm_up_layers, method, problem):
+    impl = AcmeImpl()
+    impl.warm_up = method
+    with pytest.raises(RegistrationError) as caught:
+        warm_up_layers(impl)
+    assert str(caught.value) == (
+        f"{WHERE}: warm_up {problem}. Wanted: warm_up(self, kv_cache, vllm_config, phases)."
+    )
+
+
 def test_attention_warms_up_where_it_can_and_has_a_cache():
     torch = pytest.importorskip("torch")
     pytest.importorskip("vllm")
@@ -281,7 +435,7 @@ def test_attention_warms_up_where_it_can_and_has_a_cache():
     }
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     assert warm_up_attention(config) == 1
-    assert called == [(cache, config)]
+    assert called == [(cache, config, ("decode", "prefill"))]
 
 
 def test_lines_are_added_once_in_one_write(tmp_path):

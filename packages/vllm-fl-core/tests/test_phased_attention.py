@@ -23,6 +23,7 @@ from vllm.v1.attention.selector import AttentionSelectorConfig
 from vllm_fl.dispatch import (
     BackendImplKind,
     OpImpl,
+    RegistrationError,
     SelectionPolicy,
     set_global_policy,
     state,
@@ -44,6 +45,7 @@ from vllm_fl.integration.phased_attention import (
     common_block_sizes,
     disagreement,
 )
+from vllm_fl.integration.warmup import warm_up_attention
 
 BLOCKS_FIRST = "num_blocks, num_kv_heads, block_size, 2 * head_size"
 
@@ -263,12 +265,23 @@ def test_a_layer_follows_the_step(layer):
 
 
 def test_a_part_warms_up_for_its_phase(layer):
-    layer.impl.warm_up("cache", "config")  # neither can
-    decode = layer.impl.parts["decode"]
+    layer.kv_cache = torch.zeros(3)
+    layers = {"mine": layer}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    assert warm_up_attention(config) == 0  # neither can
+    decode, prefill = layer.impl.parts[One], layer.impl.parts[Other]
     decode.warm_up = lambda *given: decode.calls.append(given)
-    layer.impl.warm_up("cache", "config")
-    layer.impl.warm_up("cache", "config", ("prefill",))
-    assert decode.calls == [("cache", "config", ("decode",))]
+    assert warm_up_attention(config) == 1
+    assert decode.calls == [(layer.kv_cache, config, ("decode",))]
+    prefill.warm_up = lambda *given: 1 / 0
+    assert warm_up_attention(config) == 1  # by decode's, whatever happens to the other
+    del decode.warm_up
+    assert warm_up_attention(config) == 0
+    prefill.warm_up = lambda kv_cache, vllm_config: None
+    with pytest.raises(
+        RegistrationError, match=r"OtherImpl: .* Wanted: warm_up\(self, kv_cache, v"
+    ):
+        warm_up_attention(config)
 
 
 def test_what_vllm_reads_of_an_implementation(layer):

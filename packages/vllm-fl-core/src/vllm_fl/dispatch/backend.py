@@ -153,6 +153,11 @@ class Backend:
         Args:
             most: the largest number of tokens of a step.
             experts: the model's mixture-of-experts layers, each shape once.
+
+        Returns:
+            Ranges within 1 to ``most``, both included; empty ones are left out. Another answer
+            stops the engine. What is raised does so, too, if it is a VllmFLError or the policy is
+            strict; else it is logged, and kernels are compiled at the first request.
         """
         return ()
 

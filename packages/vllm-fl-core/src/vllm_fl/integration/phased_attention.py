@@ -13,7 +13,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
@@ -26,7 +26,7 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from vllm_fl.dispatch.phases import DECODE, PHASES, PREFILL
+from vllm_fl.dispatch.phases import DECODE, PREFILL
 
 Part: TypeAlias = type[AttentionBackend]
 """A backend that serves steps of another one."""
@@ -97,13 +97,6 @@ class PhasedImpl(_Parts, AttentionImpl[Any]):
         """Let all prepare what they need."""
         for part in self.parts.values():
             part.process_weights_after_loading(act_dtype)
-
-    def warm_up(self, kv_cache: Any, vllm_config: Any, phases: Collection[str] = PHASES) -> None:
-        """Let each part that can compile what its phases need."""
-        for backend, part in self.parts.items():
-            served = [phase for phase in self.phases_of(backend) if phase in phases]
-            if served and hasattr(part, "warm_up"):
-                part.warm_up(kv_cache, vllm_config, served)
 
     def forward(
         self,

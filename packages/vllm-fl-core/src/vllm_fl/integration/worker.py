@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm_fl.dispatch import discovery, state
+from vllm_fl.dispatch import discovery
 from vllm_fl.dispatch.default import get_default_manager
-from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.handle import BoundOp
-from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.report import operator_table
 from vllm_fl.integration.handover import adopt
+from vllm_fl.integration.lenient import lenient
 from vllm_fl.integration.tuning import TuningMethods
 from vllm_fl.integration.warmup import warm_up
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_fl.profiling.recorder import Recorder
-
-logger = get_logger("vllm_fl.integration")
 
 
 def start_backends(vllm_config: VllmConfig, rank: int) -> None:
@@ -36,14 +33,8 @@ def start_backends(vllm_config: VllmConfig, rank: int) -> None:
         manager.oplist.rank = rank
     for record in discovery.get_discovered_plugins():
         if record.decision and record.backend is not None:
-            try:
+            with lenient(f"Backend {record.name} could not start"):
                 record.backend.start_worker(rank)
-            except Exception as error:
-                if isinstance(error, VllmFLError) or state.get_global_policy().strict:
-                    raise
-                logger.warning(
-                    "Backend %s could not start: %s: %s", record.name, type(error).__name__, error
-                )
 
 
 class _WorkerHooks:

@@ -268,7 +268,7 @@ def test_attention_of_both_phases_is_found_in_one_engine(tmp_path, tiny_model):
     evidence = found["evidence"]["operators"]["attention_backend"]
     assert evidence["available"] == [*live[:2], "reference.torch", *live[2:]]
     assert evidence["live"] == live
-    assert evidence["excluded"] == {}
+    assert list(evidence["excluded"]) == ["reference.torch"]  # it would need another engine
     changes = {f"attention_backend={choice}" for choice in live[1:]}
     assert {trial["name"] for trial in found["trials"]} == {"default", *changes}
     assert len(found["costs"]["starts"]) == 1

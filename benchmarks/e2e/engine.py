@@ -41,13 +41,15 @@ def start(arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     config = llm.llm_engine.vllm_config
     dispatched = {}
     if "vllm_fl" in config.additional_config:  # what vllm-fl hands to the workers
+        from vllm_fl.dispatch.state import current_config
         from vllm_fl.integration.custom_ops import LAYERS, decision
 
+        decided = {op: decision(op) for op in LAYERS}
         table = llm.collective_rpc("fl_operator_table")[0]
         dispatched = {
             row["op"]: row["implementation"]
             for row in table
-            if row["op"] not in LAYERS or decision(row["op"])
+            if decided.get(row["op"], current_config().oot_decision(row["op"]))
         }
     compilation = config.compilation_config
     platform = type(current_platform)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform as machine
 import sys
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -112,33 +113,27 @@ def operator_table(manager: OpManager) -> list[dict[str, Any]]:
     manager.ensure_initialized()
     failed = manager.get_failed_impls()
     rows = []
-    chosen_for: dict[str, OpImpl | None] = dict.fromkeys(CATALOGUE)
     for op_name in CATALOGUE:
-        found = manager.serving(op_name) or {
-            phase: ranking.order[0]
+        chosen_for: Mapping[str, OpImpl | None] = manager.serving(op_name) or {
+            phase: next(iter(ranking.order), None)
             for phase, ranking in manager.rank_by_phase(op_name).items()
-            if ranking.order
         }
-        if found:
-            del chosen_for[op_name]
-            chosen_for |= {phase_name(op_name, phase): impl for phase, impl in found.items()}
-    for name, choice in chosen_for.items():
-        op_name = split_name(name)[0]
         calls = manager.counters.calls
-        for impl in manager.registry.get_implementations(op_name):
-            chosen = impl == choice
-            if chosen or calls[op_name, impl.impl_id]:
-                rows.append(
-                    {
-                        "op": name,
-                        "implementation": impl.impl_id,
-                        "wheel": impl.distribution,
-                        "version": impl.version,
-                        "calls": calls[op_name, impl.impl_id],
-                        "chosen": chosen,
-                        "failed": failed.get(op_name, {}).get(impl.impl_id, ""),
-                    }
-                )
+        for phase, choice in chosen_for.items():
+            for impl in manager.registry.get_implementations(op_name):
+                chosen = impl == choice
+                if chosen or calls[op_name, impl.impl_id]:
+                    rows.append(
+                        {
+                            "op": phase_name(op_name, phase),
+                            "implementation": impl.impl_id,
+                            "wheel": impl.distribution,
+                            "version": impl.version,
+                            "calls": calls[op_name, impl.impl_id],
+                            "chosen": chosen,
+                            "failed": failed.get(op_name, {}).get(impl.impl_id, ""),
+                        }
+                    )
     return rows
 
 

@@ -26,7 +26,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_fl.dispatch.phases import PHASES, PREFILL
+from vllm_fl.dispatch.phases import PREFILL
 from vllm_fl.integration.attention_checks import (
     check_blocks,
     check_layer,
@@ -381,9 +381,7 @@ class AttentionFLImpl(AttentionImpl[AttentionFLMetadata]):
         attend(output, query, keys, values, attn_metadata.step, self.layer)
         return output
 
-    def warm_up(
-        self, kv_cache: Tensor, vllm_config: VllmConfig, phases: Collection[str] = PHASES
-    ) -> None:
+    def warm_up(self, kv_cache: Tensor, vllm_config: VllmConfig, phases: Collection[str]) -> None:
         """Compile every variant of the kernels that steps of these phases may need.
 
         They are launched for a request without tokens: every program ends at once, and what the

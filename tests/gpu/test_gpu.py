@@ -12,11 +12,14 @@ import json
 import pkgutil
 import random
 import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from jobs import ENGINE, GREEDY, run_job
 
 nvml = pytest.importorskip("vllm_fl_cuda.nvml")
 
@@ -106,6 +109,45 @@ def test_tensor_parallel_over_two_gpus(vllm, mode, tiny_model, prompts, expected
     assert len(result["operators"]) == 2
     assert tokens(result) == expected
     check_operators(result, LAYERS, RUNS[token])
+
+
+@pytest.mark.parametrize("token", ["vendor", "flagos"])
+def test_tensor_parallel_over_one_gpu(tmp_path, mode, tiny_model, prompts, expected, token):
+    """Two ranks sum over NCCL on a GPU that they share.
+
+    NCCL refuses that within a host, so each says it is on a host of its own (NCCL_HOSTID), and they
+    talk through sockets.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    shared = {
+        **mode(token, attention_backend="reference"),
+        "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+        "NCCL_SOCKET_IFNAME": "lo", "NCCL_DEBUG": "INFO",
+    }  # fmt: skip
+    job = {
+        "engine": {
+            **ENGINE, "model": str(tiny_model), "dtype": "float32", "enforce_eager": True,
+            "tensor_parallel_size": 2, "distributed_executor_backend": "external_launcher",
+            "disable_custom_all_reduce": True, "gpu_memory_utilization": 0.05,
+        },
+        "batches": [prompts],
+        "sampling": {**GREEDY, "max_tokens": 64},
+    }  # fmt: skip
+
+    def run(rank: int):
+        folder = tmp_path / f"rank-{rank}"
+        folder.mkdir()
+        env = {**shared, "RANK": str(rank), "NCCL_HOSTID": f"rank-{rank}"}
+        return run_job("run_vllm.py", job, folder, **env)
+
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(run, range(2)))
+    for result in results:
+        assert tokens(result) == expected
+        check_operators(result, LAYERS, RUNS[token])
+    assert "nranks 2" in results[0]["log"]  # of NCCL's communicator
 
 
 @pytest.mark.parametrize("token", ["vendor", "flagos"])

@@ -26,10 +26,10 @@ HERE = Path(__file__).parent
 COLOURS = {
     "ours": "#1f77b4", "vllm": "#ff7f0e", "inductor": "#2ca02c", "flag_gems": "#9467bd",
     "flash3": "#d62728", "flash3_32": "#ff9896", "vllm_triton": "#bcbd22",
-    "native": "#7f7f7f", "control": "#bdbdbd", "null": "#c7c7c7", "default": "#ff7f0e",
+    "native": "#7f7f7f", "control": "#bdbdbd", "null": "#8c564b", "default": "#ff7f0e",
     "vendor": "#2ca02c", "flagos": "#1f77b4", "flagos-gemm": "#9467bd",
 }  # fmt: skip
-OTHER_COLOURS = ("#8c564b", "#17becf", "#e377c2")
+OTHER_COLOURS = ("#17becf", "#e377c2")
 
 
 def bars(axes: Any, groups: Sequence[str], series: dict[str, list[float | None]]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from vllm_fl.cli.main import make_parser
 from vllm_fl.dispatch.config import load
@@ -20,14 +21,14 @@ from vllm_fl.dispatch.ops import CATALOGUE
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(ROOT))
-from benchmarks import autotune  # noqa: E402
+from benchmarks import autotune, rounding  # noqa: E402
 from benchmarks.e2e import agreement, measuring, memory  # noqa: E402
 from benchmarks.e2e.__main__ import parse_arguments as parse_e2e  # noqa: E402
 from benchmarks.e2e.models import MODELS, token_bytes, weight_bytes, write_model  # noqa: E402
 from benchmarks.e2e.modes import Mode  # noqa: E402
 from benchmarks.e2e.process import EngineFailed, NoAnswer  # noqa: E402
 from benchmarks.e2e.results import Results, without_folders  # noqa: E402
-from benchmarks.e2e.workloads import WORKLOADS, Workload  # noqa: E402
+from benchmarks.e2e.workloads import CHECK, WORKLOADS, Workload  # noqa: E402
 
 
 def test_modes_are_configurations(tmp_path):
@@ -419,3 +420,16 @@ def test_charts_are_drawn_for_every_result(tmp_path):
     drawn = {path.stem for path in tmp_path.glob("*.png")}
     results = {path.stem for path in (BENCHMARKS / "results").glob("*.json")}
     assert drawn == results - {"dispatch_overhead"}
+
+
+def test_rounding_compares_every_position_with_fp32(monkeypatch):
+    small = {
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 1000,
+    }  # fmt: skip
+    monkeypatch.setitem(MODELS, "small", {**MODELS["qwen3-0.6b"], **small})
+    found = rounding.errors("small")
+    assert found.shape == (CHECK.batch * CHECK.prompt,)
+    assert 0 < found.min() <= found.max() < 0.05
+    monkeypatch.setattr(rounding, "ROUNDED", torch.float16)  # three bits more
+    assert rounding.errors("small").median() < found.median() / 4

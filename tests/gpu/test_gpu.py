@@ -199,7 +199,7 @@ def test_experts(vllm, check_bfloat16, mode, experts_model, random_prompts, toke
         sampling={"prompt_logprobs": 0}, dtype="bfloat16", tensor_parallel_size=parallel,
         enforce_eager=True,
     )  # fmt: skip
-    check_bfloat16(experts_model, random_prompts, result, left_out=0.03)
+    check_bfloat16(experts_model, random_prompts, result, left_out=0.1)
     check_operators(result, EXPERTS, RUNS[token])
 
 

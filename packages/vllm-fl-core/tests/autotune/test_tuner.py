@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
 
 import pytest
 from modelled import PLANTED, THROUGHPUT, ModelledArena, search
 
+from vllm_fl.autotune.arena import Costs
 from vllm_fl.autotune.measuring import LOOKS, OutOfTime
 from vllm_fl.autotune.options import Options
-from vllm_fl.autotune.search import tried
+from vllm_fl.autotune.search import make_sampler, ranked, tried
 from vllm_fl.autotune.space import needs_restart
+from vllm_fl.autotune.studies import open_storage, open_study
 from vllm_fl.autotune.tuner import Tuner
 
 SMALL = {"silu_and_mul": PLANTED["silu_and_mul"]}
 
 
 class Restarted(ModelledArena):
-    """Counts the engines that it would start."""
+    """Counts the engines that it would start, and notes what is measured."""
 
-    starts, built = 0, None
+    starts, built, costs = 0, None, Costs()
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.seen = []
 
     def admit(self, configuration):
+        super().admit(configuration)
         self.bind(configuration)
 
     def bind(self, configuration):
@@ -30,6 +39,7 @@ class Restarted(ModelledArena):
 
     def measure(self, configuration):
         self.bind(configuration)
+        self.seen.append(configuration)
         return super().measure(configuration)
 
 
@@ -41,7 +51,7 @@ class ModelledTuner(Tuner):
         self.objective = THROUGHPUT
         self._began = time.monotonic()
 
-    def _winner(self, study, space, configuration, outcome, confirmations):
+    def _winner(self, study, space, configuration, confirmations):
         return {"winner": configuration, "confirmations": confirmations}
 
     def _verify(self, study, configuration, default):
@@ -95,3 +105,141 @@ def test_the_time_ends_a_confirmation_between_turns():
     with pytest.raises(OutOfTime, match="after 1 of the 12 rounds"):
         tuner._decide(found.study, found.space)
     assert tuner.arena.measured == measured + 4
+
+
+class Studied(ModelledTuner):
+    """One of the processes that work on a study, each with its own view of the storage."""
+
+    def __init__(self, options, url, arena, stack):
+        super().__init__(options)
+        self.arena = arena
+        self._storage = stack.enter_context(open_storage(url))
+        self.study = open_study("autotune modelled", self._storage, make_sampler(0), resume=True)
+        self.verified = 0
+
+    def _evidence(self, study):
+        evidence = self.arena.evidence()
+        study.set_user_attr("evidence", evidence.to_dict())
+        return evidence
+
+    def _verify(self, study, configuration, default):
+        self.verified += 1
+        return super()._verify(study, configuration, default)
+
+    def work(self):
+        self._work(self.study)
+        return self.study.user_attrs["result"]
+
+
+@pytest.fixture
+def process(tmp_path):
+    """Makes a process that works on the study, on an engine of its own."""
+    with contextlib.ExitStack() as stack:
+
+        def make(times=SMALL["silu_and_mul"], trials=3, seconds=None):
+            options = Options("m", trials=trials, seconds=seconds)
+            url = f"sqlite:///{tmp_path / 'study.db'}"
+            return Studied(options, url, Restarted({"silu_and_mul": times}), stack)
+
+        yield make
+
+
+def measured(process, impl):
+    return process.arena.seen.count({"silu_and_mul": impl})
+
+
+def slow(process, *impls):
+    """Let what looked faster in its trial be slower than the default from now on."""
+    (times,) = process.arena.times.values()
+    process.arena.times = {"silu_and_mul": {**times, **dict.fromkeys(impls, 0.9)}}
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_was_refuted_is_not_confirmed_again_by_a_process_that_goes_on(process, wrong):
+    first = process(seconds=1e9)
+    search(first.arena, 3, first.study)
+    if wrong:
+        first.arena.wrong = ("vendor",)
+    else:
+        slow(first, "vendor")
+    before = measured(first, "vendor")
+    first._over = lambda: measured(first, "reference") > LOOKS[0] // 2
+    with pytest.raises(OutOfTime, match="rounds that a confirmation needs"):
+        first.work()
+    assert measured(first, "vendor") == before + (0 if wrong else LOOKS[0])
+    second = process()
+    result = second.work()
+    assert measured(second, "vendor") == 0
+    assert result["winner"] == {"silu_and_mul": "reference"}
+    refuted, confirmed = result["confirmations"]
+    assert refuted["name"] == "silu_and_mul=vendor"
+    assert ("is wrong" in refuted["failure"]) if wrong else refuted["gain"]["high"] < 1
+    assert confirmed["gain"]["low"] > 1
+
+
+def test_what_was_refuted_is_not_confirmed_again_after_more_trials(process):
+    first, second = process(trials=2), process()
+    search(first.arena, 2, first.study)
+    slow(first, "vendor")
+    assert first.work()["winner"] is None
+    result = second.work()
+    assert measured(second, "vendor") == 0
+    assert result["winner"] == {"silu_and_mul": "reference"}
+    assert result["trials"] == 3
+
+
+def test_a_confirmation_outlives_what_ends_its_verification(process, monkeypatch):
+    first = process()
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelledTuner, "_verify", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            first.work()
+    second = process()
+    result = second.work()
+    assert second.arena.measured == 0
+    assert second.verified == 1
+    assert result["winner"] == {"silu_and_mul": "vendor"}
+    (entry,) = result["confirmations"]
+    assert entry["verification"]["accepted"]
+    assert entry["rounds"] == LOOKS[0]
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_what_its_verification_refuted_is_not_verified_again(process, monkeypatch):
+    refused = {"accepted": False, "text": "slower as it will serve"}
+    first = process(trials=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelledTuner, "_verify", lambda *_: refused)
+        assert first.work()["winner"] is None
+    second = process()
+    result = second.work()
+    assert second.verified == 1  # silu_and_mul=reference
+    assert result["winner"] == {"silu_and_mul": "reference"}
+    assert result["confirmations"][0]["verification"] == refused
+
+
+def test_what_was_not_verified_is_when_that_is_asked_for(process):
+    first = process(trials=2)
+    first.options = dataclasses.replace(first.options, verify_starts=0)
+    first.work()
+    second = process()
+    assert second.work()["winner"] == {"silu_and_mul": "vendor"}
+    assert measured(second, "vendor") == 0
+    assert second.verified == 1
+
+
+def test_a_winner_stays_one_when_later_trials_that_look_better_are_refuted(process):
+    times = {"a": 0.5, "b": 0.1, "c": 0.2, "d": 0.3, "e": 0.4}
+    first = process(times, trials=2)
+    assert first.work()["winner"] == {"silu_and_mul": "b"}
+    second = process({**times, "c": 0.01, "d": 0.02, "e": 0.03}, trials=5)
+    search(second.arena, 5, second.study)
+    assert ranked(second.study)[3].params == {"silu_and_mul": "b"}
+    slow(second, *"cde")
+    result = second.work()
+    assert [entry["name"][-1] for entry in result["confirmations"]] == ["c", "d", "e", "b"]
+    assert measured(second, "b") == 0
+    assert result["winner"] == {"silu_and_mul": "b"}

@@ -14,21 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.trial import FrozenTrial
 
 from vllm_fl.autotune import result as results
 from vllm_fl.autotune import workload as workloads
 from vllm_fl.autotune.agreement import MEAN_TOLERANCE
 from vllm_fl.autotune.arena import CHECK_LENGTHS, CHECK_NEW_TOKENS, Costs, EngineArena, Limits
+from vllm_fl.autotune.decisions import is_refuted, keep, kept
 from vllm_fl.autotune.evidence import Evidence
 from vllm_fl.autotune.gathering import gather, policies
 from vllm_fl.autotune.measuring import (
     LOOKS,
     PAIRS,
-    Confirmation,
     OutOfTime,
     confirm,
     engine_starts,
-    finite,
     run_trial,
 )
 from vllm_fl.autotune.objective import Objective
@@ -294,57 +294,83 @@ class Tuner:
         if cut and not any(space.changes(t.params) for t in over):
             raise OutOfTime("the time was used up before any trial")
         promising = [t for t in ranked(study) if (t.value or 0) > 1 and space.changes(t.params)]
+        # What has won before stays one that may win, though later trials look better.
+        won = [
+            t for t in promising[CONFIRMED:] if (found := kept(study, t)) and not is_refuted(found)
+        ]
         confirmations = []
-        for trial in promising[:CONFIRMED]:
-            name = space.name(trial.params)
-            if self._over():
-                raise OutOfTime(f"the time was used up before the confirmation of {name}")
-            looks, how = LOOKS, ""
-            if needs_restart(space.default, trial.params, self.arena.live):
-                looks = LOOKS[:1]
-                how = f" with up to {engine_starts(looks[-1])} engine starts"
-            self.tell(f"confirming{how}: {name}")
-            try:
-                outcome = confirm(
-                    self.arena,
-                    self.objective,
-                    space.default,
-                    trial.params,
-                    CONFIRMED,
-                    self._over,
-                    looks,
-                )
-            except TrialFailed as failure:
-                confirmations.append({"name": name, "failure": str(failure)})
-                continue
-            entry = {"name": name, **outcome.to_dict()}
-            confirmations.append(entry)
-            if outcome.decision:
-                entry["verification"] = self._verify(study, trial.params, space.default)
-                if entry["verification"]["accepted"]:
-                    return self._winner(study, space, trial.params, outcome, confirmations)
+        for trial in (*promising[:CONFIRMED], *won):
+            confirmations.append(self._confirmation(study, space, trial))
+            if not is_refuted(confirmations[-1]):
+                return self._winner(study, space, trial.params, confirmations)
         reason = "no configuration beat it by more than the noise"
         if not promising:
             reason = "no configuration looked faster in its trial"
         return {"winner": None, "reason": reason, "confirmations": confirmations}
+
+    def _confirmation(
+        self, study: optuna.Study, space: Space, trial: FrozenTrial
+    ) -> dict[str, Any]:
+        """Confirm and verify a trial's configuration, as far as that has not been decided before.
+
+        Raises:
+            OutOfTime: the time was used up before anything was decided.
+        """
+        found = kept(study, trial)
+        if found is None:
+            found = self._compare(space, trial.params)
+            keep(study, trial, found)
+        if "verification" not in found and not is_refuted(found):
+            found["verification"] = self._verify(study, trial.params, space.default)
+            if self.options.verify_starts:  # otherwise nothing was measured
+                keep(study, trial, found)
+        return found
+
+    def _compare(self, space: Space, configuration: Mapping[str, str]) -> dict[str, Any]:
+        """Measure a configuration and the default on fresh runs.
+
+        Raises:
+            OutOfTime: the time was used up before anything was decided.
+        """
+        name = space.name(configuration)
+        if self._over():
+            raise OutOfTime(f"the time was used up before the confirmation of {name}")
+        looks, how = LOOKS, ""
+        if needs_restart(space.default, configuration, self.arena.live):
+            looks = LOOKS[:1]
+            how = f" with up to {engine_starts(looks[-1])} engine starts"
+        self.tell(f"confirming{how}: {name}")
+        try:
+            outcome = confirm(
+                self.arena,
+                self.objective,
+                space.default,
+                configuration,
+                CONFIRMED,
+                self._over,
+                looks,
+            )
+        except TrialFailed as failure:
+            return {"name": name, "failure": str(failure)}
+        return {"name": name, **outcome.to_dict()}
 
     def _winner(
         self,
         study: optuna.Study,
         space: Space,
         configuration: Mapping[str, str],
-        outcome: Confirmation,
         confirmations: list[dict[str, Any]],
     ) -> dict[str, Any]:
         facts = study.user_attrs["facts"]
         evidence = Evidence.from_dict(study.user_attrs["evidence"])
+        last = confirmations[-1]
         block = {
             **facts["facts"],
             "workload": self.workload.summary,
             "objective": str(self.objective),
-            "gain": finite(dataclasses.asdict(outcome.gain)),
-            "noise": finite(dataclasses.asdict(outcome.noise)),
-            "measured_in": confirmations[-1]["verification"]["text"],
+            "gain": last["gain"],
+            "noise": last["noise"],
+            "measured_in": last["verification"]["text"],
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
         changed = orders(space, evidence.available, configuration)

@@ -243,3 +243,22 @@ def test_a_winner_stays_one_when_later_trials_that_look_better_are_refuted(proce
     assert [entry["name"][-1] for entry in result["confirmations"]] == ["c", "d", "e", "b"]
     assert measured(second, "b") == 0
     assert result["winner"] == {"silu_and_mul": "b"}
+
+
+def test_a_trial_that_ends_during_the_confirmation_is_decided_about_too(process):
+    """The first process's time for the search is over while the other one still tries."""
+    first, other = process(), process()
+    search(first.arena, 2, first.study)
+    for one in (first, other):
+        one.arena.times = {"silu_and_mul": {**SMALL["silu_and_mul"], "reference": 0.01}}
+    first._search = lambda study, evidence: None
+
+    def verify(*_):
+        search(other.arena, 3, other.study)
+        return {"accepted": True, "text": "trials"}
+
+    first._verify = verify
+    result = first.work()
+    assert result["winner"] == {"silu_and_mul": "reference"}
+    assert result["trials"] == len(tried(first.study)) == 3
+    assert other.work() == result

@@ -151,9 +151,9 @@ class Tuner:
         while not self._is_decided(study):
             with claim(study, self._storage, "confirmation") as mine:
                 if mine:
-                    result = self._decide(study, space)
-                    study.set_user_attr("result", {**result, "trials": len(tried(study))})
-                    return
+                    over = len(tried(study))  # what another process tries meanwhile is decided next
+                    study.set_user_attr("result", {**self._decide(study, space), "trials": over})
+                    continue
             self.tell("another process confirms the best")
             time.sleep(2)
 

@@ -14,8 +14,8 @@ from vllm_fl.autotune.measuring import LOOKS, OutOfTime
 from vllm_fl.autotune.options import Options
 from vllm_fl.autotune.search import make_sampler, ranked, tried
 from vllm_fl.autotune.space import needs_restart
-from vllm_fl.autotune.studies import open_storage, open_study
-from vllm_fl.autotune.tuner import Tuner
+from vllm_fl.autotune.studies import claim, open_storage, open_study
+from vllm_fl.autotune.tuner import SEARCH_SHARE, Tuner
 
 SMALL = {"silu_and_mul": PLANTED["silu_and_mul"]}
 
@@ -262,3 +262,50 @@ def test_a_trial_that_ends_during_the_confirmation_is_decided_about_too(process)
     assert result["winner"] == {"silu_and_mul": "reference"}
     assert result["trials"] == len(tried(first.study)) == 3
     assert other.work() == result
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Seconds of each wait; no other time passes."""
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        assert len(waits) < 100, "it waits for ever"
+
+    now = time.monotonic()
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: now + sum(waits))
+    return waits
+
+
+def test_the_time_ends_the_wait_for_another_process_s_evidence(process, waits):
+    other, mine = process(), process(seconds=20)
+    with (
+        claim(other.study, other._storage, "evidence"),
+        pytest.raises(OutOfTime, match="while another process gathers the evidence"),
+    ):
+        Tuner._evidence(mine, mine.study)
+    assert sum(waits) == 20
+
+
+@pytest.mark.filterwarnings("ignore:Heartbeat of storage")
+def test_the_time_ends_the_wait_for_another_process_s_trial(process, waits):
+    """What is over by then is decided about."""
+    other, mine = process(), process(seconds=20)
+    search(other.arena, 2, other.study)
+    running = other.study.ask().number
+    assert mine.work()["trials"] == 2
+    assert sum(waits) == SEARCH_SHARE * 20
+    assert mine.study.trials[running].state.name == "RUNNING"
+
+
+def test_the_time_ends_the_wait_for_another_process_s_confirmation(process, waits):
+    other, mine = process(), process(seconds=20)
+    search(other.arena, 3, other.study)
+    with (
+        claim(other.study, other._storage, "confirmation"),
+        pytest.raises(OutOfTime, match="while another process confirms the best"),
+    ):
+        mine.work()
+    assert sum(waits) == 20

@@ -154,8 +154,7 @@ class Tuner:
                     over = len(tried(study))  # what another process tries meanwhile is decided next
                     study.set_user_attr("result", {**self._decide(study, space), "trials": over})
                     continue
-            self.tell("another process confirms the best")
-            time.sleep(2)
+            self._wait("another process confirms the best")
 
     def _kept_layers(self) -> str:
         from vllm_fl.integration.custom_ops import LAYERS, decision
@@ -168,6 +167,17 @@ class Tuner:
             f"; vLLM keeps its own layers ({'; '.join(reasons)}): tune with VLLM_FL_CONFIG or "
             "VLLM_FL_OOT_WHITELIST so that they are dispatched"
         )
+
+    def _wait(self, why: str) -> None:
+        """Wait a moment for another process.
+
+        Raises:
+            OutOfTime: the time is used up.
+        """
+        self.tell(why)
+        if self._over():
+            raise OutOfTime(f"the time was used up while {why}")
+        time.sleep(2)
 
     def _is_decided(self, study: optuna.Study, trials: int = 0) -> bool:
         """Whether there is a result of all trials, and of at least ``trials`` if there may be."""
@@ -185,8 +195,7 @@ class Tuner:
                 if mine:
                     self._gather(study)
                     break
-            self.tell("another process gathers the evidence")
-            time.sleep(2)
+            self._wait("another process gathers the evidence")
         evidence = Evidence.from_dict(study.user_attrs["evidence"])
         facts = study.user_attrs["facts"]
         self.arena.arguments = self._search_arguments(facts["graphs"])

@@ -96,6 +96,19 @@ def test_what_there_is_no_time_for_is_not_tried():
     assert all(fits(trial.params) for trial in tried(found.study))
 
 
+def test_what_there_was_no_time_for_comes_first_when_there_is():
+    study = optuna.create_study(direction="maximize", sampler=make_sampler(0))
+    arena = ModelledArena(PLANTED)
+    found = search(arena, 12, study, fits=lambda c: c["silu_and_mul"] != "vendor")
+    first = seeds(found.space, arena.evidence(), 12)
+    over = [trial.params for trial in tried(study)]
+    left = [configuration for configuration in first if configuration not in over]
+    assert left
+    search(arena, len(over) + len(left), study)
+    later = [trial.params for trial in tried(study)][len(over) :]
+    assert all(configuration in later for configuration in left)
+
+
 def test_noise_alone_never_wins():
     """Ten studies of identical implementations; each takes its best to the confirmation."""
     for seed in range(10):

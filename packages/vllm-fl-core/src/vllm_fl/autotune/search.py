@@ -109,9 +109,20 @@ class Search:
         self._dead = DeadTrials(self.study)
 
     def plant_seeds(self) -> None:
-        """Queue the first configurations, once a study."""
+        """Queue the first configurations, as far as there is time for them."""
         for configuration in seeds(self.space, self.evidence, self.trials):
-            self.study.enqueue_trial(configuration, skip_if_exists=True)
+            if self._is_worth_it(configuration):
+                self._enqueue(configuration)
+
+    def _enqueue(self, configuration: Configuration) -> None:
+        """Queue a configuration that is neither over nor running nor queued.
+
+        One that was left out, for which there was no time, is queued again.
+        """
+        waiting = self.study.get_trials(deepcopy=False, states=(TrialState.WAITING,))
+        known = (*tried(self.study), *_running(self.study), *waiting)
+        if configuration not in [t.system_attrs.get("fixed_params", t.params) for t in known]:
+            self.study.enqueue_trial(dict(configuration))
 
     def run(self) -> None:
         """Try configurations until trials or time are used up, or nothing is left to try."""
@@ -155,7 +166,7 @@ class Search:
         if configuration in taken or not self._is_worth_it(configuration):
             nearest = next(self._untried(), None)
             if nearest is not None:
-                self.study.enqueue_trial(nearest, skip_if_exists=True)
+                self._enqueue(nearest)
             raise optuna.TrialPruned(
                 "it has been tried, holds a choice that failed alone, or takes too long"
             )

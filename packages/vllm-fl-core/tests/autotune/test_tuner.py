@@ -264,6 +264,21 @@ def test_a_trial_that_ends_during_the_confirmation_is_decided_about_too(process)
     assert other.work() == result
 
 
+def test_evidence_that_came_just_before_the_claim_is_not_gathered_again(process, monkeypatch):
+    one = process()
+
+    @contextlib.contextmanager
+    def late(*arguments):
+        with claim(*arguments) as mine:
+            one._evidence(one.study)
+            yield mine
+
+    monkeypatch.setattr("vllm_fl.autotune.tuner.claim", late)
+    monkeypatch.setattr(one, "_gather", lambda study: pytest.fail("it is gathered again"))
+    with pytest.raises(KeyError, match="facts"):  # what comes next needs an engine
+        Tuner._evidence(one, one.study)
+
+
 @pytest.fixture
 def waits(monkeypatch):
     """Seconds of each wait; no other time passes."""

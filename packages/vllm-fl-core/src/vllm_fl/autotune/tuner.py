@@ -153,8 +153,8 @@ class Tuner:
                 if mine:
                     over = len(tried(study))  # what another process tries meanwhile is decided next
                     study.set_user_attr("result", {**self._decide(study, space), "trials": over})
-                    continue
-            self._wait("another process confirms the best")
+            if not mine:
+                self._wait("another process confirms the best")
 
     def _kept_layers(self) -> str:
         from vllm_fl.integration.custom_ops import LAYERS, decision
@@ -192,10 +192,10 @@ class Tuner:
     def _evidence(self, study: optuna.Study) -> Evidence:
         while "evidence" not in study.user_attrs:
             with claim(study, self._storage, "evidence") as mine:
-                if mine:
+                if mine and "evidence" not in study.user_attrs:  # it may have come just before
                     self._gather(study)
-                    break
-            self._wait("another process gathers the evidence")
+            if not mine:
+                self._wait("another process gathers the evidence")
         evidence = Evidence.from_dict(study.user_attrs["evidence"])
         facts = study.user_attrs["facts"]
         self.arena.arguments = self._search_arguments(facts["graphs"])

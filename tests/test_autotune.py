@@ -10,12 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import optuna
 import pytest
 import yaml
 
 from vllm_fl.autotune.arena import EngineArena, Limits
 from vllm_fl.autotune.objective import Objective
 from vllm_fl.autotune.space import policy
+from vllm_fl.autotune.studies import open_storage
 from vllm_fl.autotune.verification import SETTING_VARIABLES, Verification, verify
 from vllm_fl.dispatch import SelectionPolicy, policy_from_config
 from vllm_fl.dispatch.ops import CATALOGUE
@@ -222,6 +224,11 @@ def test_a_study_whose_time_evidence_used_up_is_not_decided(tmp_path, tiny_model
     found = json.loads(study.run("--resume").stdout)
     assert found["result"]["trials"] == len(found["trials"]) == 2
     assert found["undecided"] == ""
+    with open_storage(found["storage"]) as storage:  # as if it had been killed just before the end
+        optuna.load_study(study_name=found["study"], storage=storage).set_user_attr("result", None)
+    again = json.loads(study.run("--resume").stdout)
+    assert again["result"]["confirmations"] == found["result"]["confirmations"]
+    assert again["costs"]["runs"] == found["costs"]["runs"]
 
 
 @pytest.mark.parametrize("silu", ["vendor.acme.slow", "reference.torch"])

@@ -17,8 +17,10 @@ from vllm_fl.dispatch import (
     bind_op,
     call_op,
     get_default_manager,
+    reset_default_manager,
     resolve_op,
     set_global_policy,
+    shared_op,
     with_denied_vendors,
     with_preference,
     with_strict_mode,
@@ -545,3 +547,21 @@ def test_a_handle_is_copied_and_pickled_as_another_live_handle(manager, impl):
     assert copy.copy(scoped)(1)[0] == "reference.torch"
     get_default_manager().registry.register_impl(impl("vendor.zzz"))
     assert pickle.loads(pickle.dumps(handle))(1)[0] in ("vendor.zzz", "default.flagos")
+
+
+def test_the_shared_handle_is_one_and_follows_the_process_wide_policy(impl):
+    def register():
+        registry = get_default_manager().registry
+        registry.register_many([impl("vendor.zzz"), impl("reference.zzz")])
+
+    register()
+    set_global_policy(SelectionPolicy.from_dict(per_op_order={OP: ["vendor:zzz"]}))
+    with with_preference("reference"):
+        handle = shared_op(OP)
+        assert handle(1)[0] == "vendor.zzz"
+    assert shared_op(OP) is handle
+    set_global_policy(SelectionPolicy.from_dict(per_op_order={OP: ["impl:reference.zzz"]}))
+    assert shared_op(OP)(1)[0] == "reference.zzz"
+    reset_default_manager()
+    register()
+    assert shared_op(OP) is not handle

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,16 @@ from hypothesis import strategies as st
 from tensors import DTYPES, LAYOUTS, PROPERTY, close, normal, place
 from torch import Tensor
 
-from vllm_fl.dispatch import SelectionPolicy, get_default_manager, policy_context
+from vllm_fl.dispatch import (
+    OpManager,
+    SelectionPolicy,
+    get_default_manager,
+    reset_default_manager,
+    reset_global_policy,
+    set_global_policy,
+    with_preference,
+)
+from vllm_fl.dispatch.compare import Comparison
 from vllm_fl_flaggems.kernels.align import Choices
 from vllm_fl_flaggems.moe_tiles import ExpertsTile, MatmulTile
 from vllm_fl_flaggems.ops import experts, moe_sum
@@ -130,23 +140,49 @@ def test_bad_ids_and_maps(tokens: int, dtype: torch.dtype) -> None:
     assert torch.equal(experts.fused_experts(*call, *nowhere), torch.zeros_like(x))
 
 
+@pytest.fixture
+def manager() -> Iterator[OpManager]:
+    reset_default_manager()
+    yield get_default_manager()
+    reset_default_manager()
+    reset_global_policy()
+
+
 @pytest.mark.parametrize("tokens", [1, 12])
-def test_sorting_and_sum_are_whoever_s_the_policy_says(tokens: int) -> None:
+def test_sorting_and_sum_are_whoever_s_the_policy_says(manager: OpManager, tokens: int) -> None:
     call = arguments(tokens, 4, 3, (32, 16), torch.float32)
     call[-1][0, 0], call[-1][-1, 1] = -1, 99
     expert_map = torch.tensor([-1, 2, -1, 0, 1, -1, 3, -1], dtype=torch.int32)
     mapped = ("silu", False, 8, expert_map)
     expected = wide(*call, *mapped)
     sorting = ("moe_align_block_size",) if tokens > 1 else ()  # one token needs none
-    manager = get_default_manager()
     for token, impl in (("reference", "reference.torch"), ("flagos", "default.flagos")):
         order = {"moe_align_block_size": [token], "moe_sum": [token]}
-        with policy_context(SelectionPolicy.from_dict(per_op_order=order)):
-            manager.count_calls()
-            manager.counters.reset()
+        set_global_policy(SelectionPolicy.from_dict(per_op_order=order))
+        manager.count_calls()
+        manager.counters.reset()
+        with with_preference("vendor"):  # a step reads no context
             near(experts.fused_experts(*call, *mapped), expected)
-            manager.count_calls(False)
+        manager.count_calls(False)
         assert manager.counters.calls == {(op, impl): 1 for op in (*sorting, "moe_sum")}
+        named = {(impl.op_name, impl.impl_id) for impl in manager.bound()}
+        assert named >= {(op, impl) for op in (*sorting, "moe_sum")}
+
+
+def test_a_step_resolves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = arguments(12, 4, 3, (32, 16), torch.float32)
+    experts.fused_experts(*call)
+    monkeypatch.setattr(OpManager, "resolve", None)
+    monkeypatch.setattr(OpManager, "_resolution", None)
+    with with_preference("reference"):
+        near(experts.fused_experts(*call), wide(*call))
+
+
+def test_the_sum_of_the_experts_is_compared(manager: OpManager) -> None:
+    manager.comparison = Comparison({"moe_sum": "reference"}, None)
+    call = arguments(12, 4, 3, (32, 16), torch.float32)
+    experts.fused_experts(*call)
+    assert manager.comparison.differences["moe_sum", 0].calls == 1
 
 
 def test_rows_and_experts_far_from_contiguous() -> None:

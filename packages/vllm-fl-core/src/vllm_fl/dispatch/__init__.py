@@ -13,6 +13,7 @@ from vllm_fl.dispatch.default import (
     get_default_manager,
     reset_default_manager,
     resolve_op,
+    shared_op,
 )
 from vllm_fl.dispatch.discovery import (
     PLUGIN_GROUP,
@@ -97,6 +98,7 @@ __all__ = [
     "resolve_op",
     "set_global_policy",
     "set_log_level",
+    "shared_op",
     "with_allowed_vendors",
     "with_denied_vendors",
     "with_preference",

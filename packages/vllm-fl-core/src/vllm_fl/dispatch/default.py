@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import os
 import threading
 from typing import Any
@@ -14,6 +15,7 @@ from vllm_fl.dispatch.manager import OpManager, live_managers
 _default: OpManager | None = None
 _lock = threading.Lock()
 _scoped_policy = state.SCOPED.get
+_shared: dict[str, BoundOp] = {}
 
 
 def get_default_manager() -> OpManager:
@@ -31,6 +33,7 @@ def reset_default_manager() -> None:
     global _default
     with _lock:
         _default = None
+    _shared.clear()
     discovery.clear_discovered_plugins()
 
 
@@ -56,6 +59,21 @@ def resolve_op(op_name: str) -> Function:
 def bind_op(op_name: str) -> BoundOp:
     """Return a live handle on an operator; layers hold one and call its ``fn``."""
     return get_default_manager().bind(op_name)
+
+
+def shared_op(op_name: str) -> BoundOp:
+    """Return the process's one live handle on an operator, bound when it is first asked for.
+
+    For implementations that call other operators, which have no layer to hold handles. It follows
+    the process-wide policy, whatever context it is asked for in.
+
+    Raises:
+        NoImplementationError: none may run; the message says why for each.
+    """
+    op = _shared.get(op_name)
+    if op is None:
+        op = _shared[op_name] = contextvars.Context().run(bind_op, op_name)
+    return op
 
 
 def _after_fork_in_child() -> None:

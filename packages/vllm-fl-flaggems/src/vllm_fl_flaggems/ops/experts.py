@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from vllm_fl.dispatch.default import call_op
+from vllm_fl.dispatch.default import shared_op
 from vllm_fl.dispatch.ops import check_expert_activation
 from vllm_fl_flaggems.kernels.align import Choices
 from vllm_fl_flaggems.kernels.experts import Blocks, down_project, up_project
@@ -148,8 +148,7 @@ def run_experts(
 ) -> None:
     """Write the result of :func:`fused_experts`, computed in a given way.
 
-    The operators are called and not bound, so that a policy's context counts for them as it does
-    for ``fused_experts``; that costs a look-up each, beside launches.
+    Sorting and sum are those of the process-wide policy, bound once.
 
     Args:
         out: ``[tokens, hidden]``, contiguous, with at least one element; overwritten.
@@ -167,17 +166,16 @@ def run_experts(
     weights = topk_weights.contiguous()
     sorted_blocks = None
     if not tile.direct:
-        sorted_blocks = call_op(
-            "moe_align_block_size", choices.ids, tile.rows, choices.range, choices.expert_map,
-            True, True,
-        )  # fmt: skip
+        sorted_blocks = shared_op("moe_align_block_size")(
+            choices.ids, tile.rows, choices.range, choices.expert_map, True, True
+        )
     blocks = Blocks(choices, tile.rows, sorted_blocks)
     rows = count if sorted_blocks is None else sorted_blocks[0].numel()
     middle = x.new_empty((rows, inner))
     up_project(middle, x, w1, weights, blocks, activation, on_input, tile.up)
     results = x.new_empty((count, hidden))
     down_project(results, middle, w2, weights, blocks, not on_input, tile.down)
-    call_op("moe_sum", results.view(tokens, -1, hidden), out)
+    shared_op("moe_sum")(results.view(tokens, -1, hidden), out)
 
 
 def _fake(hidden_states: Tensor, *_: object) -> Tensor:

@@ -171,6 +171,57 @@ def test_orders_are_laid_over_each_other_operator_by_operator(defaults):
     assert whole["op_backends"] == {"rms_norm": ("vendor",), "attention_backend": ("flagos",)}
 
 
+def test_an_order_takes_its_operator_off_the_blacklist_below(defaults):
+    loaded = load(defaults=defaults, VLLM_FL_PER_OP="rms_norm=reference")
+    assert loaded["oot_blacklist"] == ()
+    source = loaded.values["oot_blacklist"].source
+    assert source.endswith("(platform defaults), without what VLLM_FL_PER_OP orders")
+    both = {"VLLM_FL_PER_OP": "rms_norm=reference", "VLLM_FL_OOT_BLACKLIST": "+rms_norm"}
+    assert load(defaults=defaults, **both)["oot_blacklist"] == ("rms_norm",)
+    other = load(defaults=defaults, VLLM_FL_PER_OP="moe_sum=reference")
+    assert other["oot_blacklist"] == ("rms_norm",)
+
+
+def test_an_order_goes_before_the_whitelist_of_the_defaults(tmp_path, monkeypatch):
+    package = tmp_path / "bolt_fl"
+    package.mkdir()
+    (package / "bolt.yaml").write_text("oot_whitelist: [rms_norm]")
+    monkeypatch.syspath_prepend(tmp_path)
+    order = {"VLLM_FL_PER_OP": "silu_and_mul=reference"}
+    loaded = load(defaults="bolt_fl:bolt.yaml", **order)
+    layers = ("rms_norm", "silu_and_mul", "gelu_and_mul")
+    assert [bool(loaded.oot_decision(op)) for op in layers] == [True, True, False]
+    mine = load(defaults="bolt_fl:bolt.yaml", **order, VLLM_FL_OOT_WHITELIST="rms_norm")
+    assert mine.oot_decision("silu_and_mul").reason == "oot_whitelist has only rms_norm"
+    assert load(defaults="bolt_fl:bolt.yaml", VLLM_FL_PREFER="vendor")["oot_whitelist"] is None
+
+
+def test_a_preference_goes_before_the_orders_and_lists_below(defaults, tmp_path):
+    loaded = load(defaults=defaults, VLLM_FL_PREFER="reference", VLLM_FL_PER_OP="moe_sum=vendor")
+    assert loaded["op_backends"] == {"moe_sum": ("vendor",)}
+    assert loaded["oot_blacklist"] == ()
+    assert loaded.values["oot_blacklist"].source == "overruled by VLLM_FL_PREFER"
+    assert loaded["flagos_blacklist"] == ("silu_and_mul", "gelu_and_mul")  # may not run at all
+    file = tmp_path / "tuned.yaml"
+    file.write_text("op_backends: {silu_and_mul: [flagos]}\noot_blacklist: [gelu_and_mul]")
+    tuned = {"VLLM_FL_TUNED_FILE": str(file)}
+    assert "silu_and_mul" in load(defaults=defaults, **tuned)["op_backends"]
+    over = load(defaults=defaults, **tuned, VLLM_FL_PREFER="vendor")
+    assert (over["op_backends"], over["oot_blacklist"]) == ({}, ())
+    file.write_text("prefer: flagos\nop_backends: {silu_and_mul: [flagos]}")
+    complete = load(defaults=defaults, **tuned)
+    assert (complete["op_backends"], complete["oot_blacklist"]) == (
+        {"silu_and_mul": ("flagos",)}, (),
+    )  # fmt: skip
+
+
+def test_a_file_of_the_user_s_own_means_what_it_says(tmp_path):
+    text = "prefer: vendor\nop_backends: {rms_norm: [reference]}\noot_blacklist: [rms_norm]"
+    loaded = load(tmp_path, text)
+    assert loaded["op_backends"] == {"rms_norm": ("reference",)}
+    assert loaded.oot_decision("rms_norm").reason == "rms_norm is in oot_blacklist"
+
+
 def test_what_a_tuned_file_repeats_stays_the_platform_s(defaults, tmp_path):
     tuned = tmp_path / "tuned.yaml"
     orders = "rms_norm: [vendor], attention_backend: {decode: [vendor]}, moe_sum: [flagos]"

@@ -164,9 +164,12 @@ def test_a_written_file_gives_the_same_settings_over_other_defaults(folder, tmp_
     package = tmp_path / "acme_fl"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "acme.yaml").write_text("oot_whitelist: []\nflagos_blacklist: [moe_sum]")
+    (package / "acme.yaml").write_text(
+        "prefer: vendor\nstrict: true\noot_whitelist: []\nflagos_blacklist: [moe_sum]\n"
+        "op_backends: {rotary_embedding: [vendor]}"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    base = folder("base", prefer="vendor", op_backends={"rms_norm": ["flagos"]})
+    base = folder("base", op_backends={"rms_norm": ["flagos"]})
     settings = config.load(environ={"VLLM_FL_CONFIG": str(base)})
     pair = {"decode": ["impl:vendor.a"], "prefill": ["impl:vendor.b"]}
     orders = {f"attention_backend.{phase}": order for phase, order in pair.items()}
@@ -182,7 +185,7 @@ def test_a_written_file_gives_the_same_settings_over_other_defaults(folder, tmp_
             "attention_backend.decode": ("impl:vendor.a",),
             "attention_backend.prefill": ("impl:vendor.b",),
         }
-        assert loaded["prefer"] == "vendor"
+        assert (loaded["prefer"], loaded["strict"]) == ("flagos", False)
         assert loaded.oot_decision("rms_norm")
         assert loaded.policy().flagos_decision("moe_sum")
 

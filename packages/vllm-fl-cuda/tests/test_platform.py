@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 
 # vllm.platforms.cuda loads the compiled operators, which need the driver's libraries. Without them
@@ -80,6 +82,54 @@ def test_the_defaults_keep_vllm_s_layers():
 def test_a_dispatched_layer_takes_forward_cuda_and_keeps_its_name():
     found = run(LAYERS, VLLM_FL_OOT_WHITELIST="rms_norm")
     assert found == ["RMSNormFL.forward_cuda", "rms_norm", ["RMSNorm"]]
+
+
+ALL_LAYERS = {"GeluAndMul", "GemmaRMSNorm", "MoERunner", "RMSNorm", "RotaryEmbedding", "SiluAndMul",
+              "UnquantizedFusedMoEMethod"}  # fmt: skip
+
+
+def test_an_order_takes_its_layer_off_the_defaults_list():
+    found = run(LAYERS, VLLM_FL_PER_OP="rms_norm=reference")
+    assert found == ["RMSNormFL.forward_cuda", "rms_norm", ["RMSNorm"]]
+    held = run(LAYERS, VLLM_FL_PER_OP="rms_norm=reference", VLLM_FL_OOT_BLACKLIST="+rms_norm")
+    assert held[2] == []
+
+
+@pytest.mark.parametrize("kind", ["reference", "flagos", "vendor"])
+def test_a_preference_goes_before_the_defaults(kind):
+    method, _, replaced = run(LAYERS, VLLM_FL_PREFER=kind)
+    assert method == "RMSNormFL.forward_cuda"
+    assert set(replaced) >= ALL_LAYERS
+    assert run(LAYERS, VLLM_FL_PREFER=kind, VLLM_FL_OOT_ENABLED="0")[2] == []
+
+
+EXPLAINED = """
+from vllm_fl.dispatch import get_default_manager
+from vllm_fl.dispatch.report import explain
+from vllm_fl.integration.custom_ops import decision
+found = explain(get_default_manager(), "fused_experts")
+print(json.dumps([found["order"], found["source"], decision("fused_experts").reason]))
+"""
+
+
+def test_reasons_name_what_is_in_force():
+    order, source, reason = run(EXPLAINED)
+    assert order == ["flagos", "vendor", "reference"]
+    assert source.endswith("cuda.yaml (platform defaults)")
+    assert reason.endswith("cuda.yaml (platform defaults), does not run (it is not installed)")
+    assert run(EXPLAINED, VLLM_FL_PREFER="reference") == [
+        ["reference", "flagos", "vendor"], "VLLM_FL_PREFER", "",
+    ]  # fmt: skip
+
+
+def test_experts_that_the_operator_lacks_stay_vllm_s_under_a_preference():
+    """A preference is no request for one operator, so nothing is refused."""
+    asked = """
+from vllm_fl.integration.custom_ops import is_asked_for
+print(json.dumps(is_asked_for("fused_experts")))
+"""
+    assert run(asked, VLLM_FL_PREFER="reference") is False
+    assert run(asked, VLLM_FL_PER_OP="fused_experts=reference") is True
 
 
 EXPERTS = """

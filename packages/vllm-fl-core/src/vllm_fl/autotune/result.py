@@ -20,7 +20,8 @@ def file_content(
 ) -> dict[str, Any]:
     """Return the content of a tuned configuration file.
 
-    It holds the settings that tuning started from, so that it can stand alone, too.
+    It holds the settings that tuning started from, defaults among them, so that it means the same
+    alone and over any platform's defaults.
 
     Args:
         settings: the effective configuration during tuning.
@@ -36,8 +37,7 @@ def file_content(
             setting.cancels
             and settings[setting.cancels] != BY_KEY[setting.cancels].variable.default
         )
-        cancelling = setting.extends and not superseded
-        if setting.parse is not None and (cancelling or value != setting.variable.default):
+        if setting.parse is not None and value is not None and not superseded:
             content[setting.key] = list(value) if isinstance(value, tuple) else value
     content["op_backends"] = nested_orders(lay_orders(settings["op_backends"], orders))
     return content

@@ -2,6 +2,8 @@
 
 Highest first: the file VLLM_FL_CONFIG (a complete override), environment variables item by item,
 a tuned configuration for the model, the defaults file of the platform, built-in defaults.
+
+A higher layer's general wish goes before a lower one's particular ones: see :func:`_make_way`.
 """
 
 from __future__ import annotations
@@ -43,6 +45,18 @@ class Config:
         orders = self.defaults.get("op_backends")
         return orders is not None and self.order_sources.get(name) == orders.source
 
+    def is_default(self, key: str) -> bool:
+        """Whether a setting comes from the platform's defaults, or from the built-in ones."""
+        of_platform = {value.source for value in self.defaults.values()}
+        return self.values[key].source in {BUILT_IN, *of_platform}
+
+    def names(self, op_name: str) -> bool:
+        """Whether an operator has an order, for one phase at least, that is not a default."""
+        return any(
+            name.partition(".")[0] == op_name and not self.is_of_platform(name)
+            for name in self["op_backends"]
+        )
+
     def policy(self) -> SelectionPolicy:
         """Return the policy that the values describe.
 
@@ -66,7 +80,8 @@ class Config:
             if not self[switch]:
                 return Decision.no(f"{self.values[switch].source} is off")
         whitelist, blacklist = self["oot_whitelist"], self["oot_blacklist"]
-        if whitelist is not None and op_name not in whitelist:
+        named = self.is_default("oot_whitelist") and self.names(op_name)
+        if whitelist is not None and op_name not in whitelist and not named:
             return Decision.no(f"oot_whitelist has only {', '.join(whitelist)}")
         if op_name in blacklist:
             return Decision.no(f"{op_name} is in oot_blacklist")
@@ -136,6 +151,7 @@ def _lay(values: dict[str, Value], upper: Mapping[str, Value]) -> None:
         ConfigError: it holds a white- and a blacklist of the same kind, or a list with some
             entries to add and some to replace.
     """
+    _make_way(values, upper)
     for key, new in upper.items():
         setting = BY_KEY[key]
         if setting.cancels in upper:
@@ -158,6 +174,26 @@ def _lay(values: dict[str, Value], upper: Mapping[str, Value]) -> None:
             default = BY_KEY[setting.cancels].variable.default
             if values[setting.cancels].value != default:
                 values[setting.cancels] = Value(default, f"cancelled by {new.source}")
+
+
+def _make_way(values: dict[str, Value], upper: Mapping[str, Value]) -> None:
+    """Take out of ``values`` what a higher layer's preference, or its orders, go before.
+
+    A preference is for every operator: orders and lists of layers below it do not count. An order
+    takes its operator off the blacklist of layers below it.
+    """
+    if "prefer" in upper:
+        for key in ("op_backends", "oot_whitelist", "oot_blacklist"):
+            default = BY_KEY[key].variable.default
+            if values[key].value != default:
+                values[key] = Value(default, f"overruled by {upper['prefer'].source}")
+    if "op_backends" in upper:
+        orders, kept = upper["op_backends"], values["oot_blacklist"]
+        named = {name.partition(".")[0] for name in orders.value}
+        if not named.isdisjoint(kept.value):
+            left = tuple(name for name in kept.value if name not in named)
+            source = f"{kept.source}, without what {orders.source} orders"
+            values["oot_blacklist"] = Value(left, source)
 
 
 def _extended(key: str, lower: Value, upper: Value) -> Value:

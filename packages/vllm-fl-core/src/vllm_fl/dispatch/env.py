@@ -178,7 +178,8 @@ TUNED_FILE = EnvVar(
 PREFER = EnvVar(
     "VLLM_FL_PREFER", parse_choice("flagos", "vendor", "reference"), "flagos",
     "flagos | vendor | reference",
-    "The kind of implementation that is tried first; the other kinds follow.",
+    "The kind of implementation that is tried first; the other kinds follow. It goes before the "
+    "orders and lists of layers of the platform's defaults.",
 )  # fmt: skip
 STRICT = EnvVar(
     "VLLM_FL_STRICT", parse_bool, False, "boolean",
@@ -187,7 +188,8 @@ STRICT = EnvVar(
 PER_OP = EnvVar(
     "VLLM_FL_PER_OP", parse_per_op, {}, "op=token|token;op=token",
     "Per operator, the order tokens to try. Tokens: flagos, vendor, vendor:NAME, reference, "
-    "impl:ID. Only what is listed may run. Attention may differ by phase: "
+    "impl:ID. Only what is listed may run, also where the platform's defaults leave the layer to "
+    "vLLM. Attention may differ by phase: "
     "attention_backend.decode=token;attention_backend.prefill=token.",
 )  # fmt: skip
 ALLOW_VENDORS = EnvVar(

@@ -28,14 +28,20 @@ LAYERS = (*CUSTOM_OPS, "fused_experts", "topk_softmax", "grouped_topk")
 
 
 def is_asked_for(op_name: str) -> bool:
-    """Whether the user, not the platform's defaults, has the layer of an operator dispatched."""
+    """Whether the user asks for the layer of this operator by a list or an order.
+
+    A preference asks for no operator in particular, and the platform's defaults are not the user.
+    """
     config = current_config()
-    defaults = {key: value.value for key, value in config.defaults.items()}
-    if config["oot_whitelist"] != defaults.get("oot_whitelist"):
-        return op_name in (config["oot_whitelist"] or ())
-    if op_name in defaults.get("oot_blacklist", ()):
-        return op_name not in config["oot_blacklist"]
-    return op_name in config["op_backends"] and not config.is_of_platform(op_name)
+    if config["oot_whitelist"] is not None and not config.is_default("oot_whitelist"):
+        return op_name in config["oot_whitelist"]
+    if config.names(op_name):
+        return True
+    if not config.is_default("prefer"):  # which has emptied the defaults' list
+        return False
+    default = config.defaults.get("oot_blacklist")
+    on_the_list = default is not None and op_name in default.value
+    return on_the_list and op_name not in config["oot_blacklist"]
 
 
 def decision(op_name: str) -> Decision:
@@ -49,10 +55,16 @@ def decision(op_name: str) -> Decision:
     order = config["op_backends"].get(op_name)
     if not decided or order is None or is_asked_for(op_name):
         return decided
-    able = get_default_manager().rank(op_name).order
-    if not any(match_token(impl, order[0]) for impl in able):
-        return Decision.no(f"{order[0]}, first in {config.order_sources[op_name]}, is absent")
-    return YES
+    ranking = get_default_manager().rank(op_name)
+    if any(match_token(impl, order[0]) for impl in ranking.order):
+        return YES
+    refused = [
+        f"{impl.impl_id}: {no.reason}"
+        for impl, no in ranking.rejected
+        if match_token(impl, order[0])
+    ]
+    first = f"{order[0]}, first in {config.order_sources[op_name]}"
+    return Decision.no(f"{first}, does not run ({'; '.join(refused) or 'it is not installed'})")
 
 
 def check_lists() -> None:

@@ -9,9 +9,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from vllm_fl.dispatch import BackendImplKind, OpImpl, OpManager  # noqa: E402
+from vllm_fl.dispatch.ops import CATALOGUE  # noqa: E402
+from vllm_fl.integration import recording  # noqa: E402
 from vllm_fl.integration.graphs import GraphCache  # noqa: E402
 from vllm_fl.integration.recording import (  # noqa: E402
     Recorder,
+    copied,
     overwritten_copied,
     time_call,
 )
@@ -68,6 +71,61 @@ def test_copies_keep_the_layout():
     assert torch.equal(args[0], x.T)
     assert args[0].data_ptr() != x.data_ptr()
     assert args[2] is weight
+
+
+BLOCKS, BLOCK, HEADS, SIZE = 1000, 4, 2, 8
+
+
+def write(key, value, key_cache, value_cache, slot_mapping):
+    for new, cache in ((key, key_cache), (value, value_cache)):
+        for token, slot in zip(new, slot_mapping.tolist(), strict=False):
+            if slot >= 0:
+                cache[slot // BLOCK, slot % BLOCK] = token
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3, 4), (1, 0, 2, 3, 4), (0, 1, 3, 2, 4)])
+def test_of_a_cache_only_the_blocks_that_are_written_are_kept(order):
+    """Keys and values are the halves of one tensor, of each block or of all; heads in or out."""
+    sizes = (BLOCKS, 2, BLOCK, HEADS, SIZE)
+    cache = torch.rand([sizes[i] for i in order]).permute([order.index(i) for i in range(5)])
+    before = cache.clone()
+    halves = cache.unbind(1)
+    new = [torch.rand(6, HEADS, SIZE) for _ in halves]
+    slots = torch.tensor([9 * BLOCK + 3, 7 * BLOCK, -1, 7 * BLOCK + 2, 999 * BLOCK])
+    args, kwargs = copied("reshape_and_cache_flash", (tuple(new), {
+        "key_cache": halves[0], "value_cache": halves[1], "slot_mapping": slots,
+    }), ())  # fmt: skip
+    kept = args[2:4]
+    times = time_call("reshape_and_cache_flash", write, (args, kwargs), samples=2, limit=10)
+    assert len(times) == 2
+    assert torch.equal(cache, before)
+    write(*new, *halves, slots)
+    for half, copy in zip(halves, kept, strict=True):
+        assert torch.equal(copy, half[[0, 7, 9, 999]])  # 0 for what has no slot
+        assert copy.stride() == half.stride()
+        assert copy.untyped_storage().nbytes() <= 4 * half.stride(0) * half.element_size()
+
+
+def test_what_is_updated_is_a_paged_cache_with_slots():
+    updating = [spec for spec in CATALOGUE.values() if spec.updated]
+    assert updating
+    assert all("slot_mapping" in spec.signature.parameters for spec in updating)
+
+
+def test_a_call_that_is_kept_is_copied_once(monkeypatch):
+    made = []
+
+    def counted(op_name, call, shared):
+        made.append(op_name)
+        return copied(op_name, call, shared)
+
+    monkeypatch.setattr(recording, "copied", counted)
+    wanted = "(float32[2, 3] on cpu, float32[2, 3] on cpu, float32[3] on cpu, 1e-06)"
+    function = Recorder((), {"rms_norm": [wanted]})(NORM, donating)
+    for _ in range(5):
+        (args, kwargs) = call()
+        function(*args, **kwargs)
+    assert made == ["rms_norm"]
 
 
 class Runner:

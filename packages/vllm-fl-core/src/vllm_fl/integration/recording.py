@@ -6,7 +6,7 @@ Calls are timed with the device synchronised before and after, so this is for ea
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,10 +48,9 @@ class Recorder:
 
         def record_and_call(*args: Any, **kwargs: Any) -> Any:
             described = describe_call(args, kwargs)
-            if described in self.wanted.get(op_name, ()):
-                self.kept.setdefault(op_name, {}).setdefault(
-                    described, copied((args, kwargs), self.shared)
-                )
+            kept = self.kept.setdefault(op_name, {})
+            if described in self.wanted.get(op_name, ()) and described not in kept:
+                kept[described] = copied(op_name, (args, kwargs), self.shared)
             synchronize()
             began = time.perf_counter()
             result = fn(*args, **kwargs)
@@ -64,22 +63,41 @@ class Recorder:
         return record_and_call
 
 
-def copied(call: Call, shared: Collection[int]) -> Call:
-    """Return a call with its tensors copied, but for those of ``shared`` storages."""
+def copied(op_name: str, call: Call, shared: Collection[int]) -> Call:
+    """Return a call with its tensors copied, but for those of ``shared`` storages.
 
-    def copy(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.untyped_storage().data_ptr() in shared:
-            return value
-        # clone() would make an expanded or padded layout dense.
-        new = torch.empty_strided(
-            value.shape, value.stride(), dtype=value.dtype, device=value.device
-        )
-        return new.copy_(value)
+    Of a paged cache that it updates, the copy has the blocks that the call names, and no others.
+    """
+    spec = get_spec(op_name)
+    bound = spec.signature.bind(*call[0], **call[1])
+    in_blocks = _blocks_copied(bound.arguments, spec.updated) if spec.updated else {}
+    whole = {
+        name: _copy(value, value.stride())
+        for name, value in bound.arguments.items()
+        if isinstance(value, torch.Tensor)
+        and name not in in_blocks
+        and value.untyped_storage().data_ptr() not in shared
+    }
+    bound.arguments |= {**whole, **in_blocks}
+    return bound.args, bound.kwargs
 
-    args, kwargs = call
-    return tuple(map(copy, args)), {name: copy(value) for name, value in kwargs.items()}
+
+def _copy(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    # clone() would make an expanded or padded layout dense.
+    new = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+    return new.copy_(value)
+
+
+def _blocks_copied(
+    arguments: Mapping[str, Any], caches: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Return copies of the caches that hold the blocks of the slots only, and slots in them."""
+    slots = arguments["slot_mapping"]
+    (block_size,) = {arguments[name].shape[1] for name in caches}
+    blocks, places = torch.unique(slots.clamp(min=0) // block_size, return_inverse=True)
+    inside = (places * block_size + slots % block_size).to(slots.dtype)
+    copies = {name: _copy(arguments[name][blocks], arguments[name].stride()) for name in caches}
+    return {**copies, "slot_mapping": torch.where(slots < 0, slots, inside)}
 
 
 def overwritten_copied(op_name: str, call: Call) -> Call:
@@ -87,9 +105,9 @@ def overwritten_copied(op_name: str, call: Call) -> Call:
     spec = get_spec(op_name)
     bound = spec.signature.bind(*call[0], **call[1])
     for name in spec.donated | spec.written:
-        if isinstance(bound.arguments.get(name), torch.Tensor):
-            ((value,), _) = copied(((bound.arguments[name],), {}), ())
-            bound.arguments[name] = value
+        value = bound.arguments.get(name)
+        if isinstance(value, torch.Tensor):
+            bound.arguments[name] = _copy(value, value.stride())
     return bound.args, bound.kwargs
 
 
@@ -102,7 +120,7 @@ def time_call(op_name: str, fn: Function, call: Call, samples: int, limit: float
     Args:
         op_name: the operator.
         fn: the implementation.
-        call: the arguments; they are not changed.
+        call: the arguments; only what the operator updates in place is changed.
         samples: how many times to take, at most.
         limit: seconds after which no further sample is taken.
 

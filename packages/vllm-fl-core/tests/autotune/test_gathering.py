@@ -27,6 +27,7 @@ from vllm_fl.dispatch import (
     default,
     state,
 )
+from vllm_fl.integration import recording
 from vllm_fl.integration.worker import WorkerExtensionFL
 
 LONG, SHORT = 0.004, 0.002
@@ -68,6 +69,7 @@ class FunctionEngine:
 
     def __init__(self, log, unset):
         self.alive = True
+        default.get_default_manager().observe(None)  # this would be another process
         self.model = [bind_op("silu_and_mul"), bind_op("rms_norm")]
         self.worker = WorkerExtensionFL()
         self.worker.vllm_config = VllmConfig(
@@ -160,6 +162,72 @@ def test_what_only_another_choice_calls_is_tuned_with_it(arena):
     best = min(space.configurations(), key=evidence.predicted)
     assert best == {"silu_and_mul": "vendor.acme.calling", "gelu_and_mul": "vendor.acme.fast"}
     assert run_trial(arena, THROUGHPUT, space.default, best).value > 1
+
+
+def fail_in(monkeypatch, owner, name, fails):
+    """Let a function run out of memory for some arguments."""
+    function = getattr(owner, name)
+
+    def failing(*args):
+        if fails(*args):
+            raise torch.OutOfMemoryError("out of memory")
+        return function(*args)
+
+    monkeypatch.setattr(owner, name, failing)
+
+
+@pytest.fixture
+def timed(arena, manager):
+    """Gathers, with a choice for rms_norm, too; returns the evidence, what was timed and told."""
+    manager.registry.register_impl(
+        OpImpl("rms_norm", "vendor.acme.also", BackendImplKind.VENDOR, norm, vendor="acme")
+    )
+    told = []
+
+    def gathered():
+        evidence, _ = gather(arena, 0.005, (), told.append)
+        entries = evidence.operators.items()
+        names = {op: sorted(set().union(*entry.timings.values())) for op, entry in entries}
+        return evidence, names, told
+
+    return gathered
+
+
+def test_an_operator_whose_calls_cannot_be_kept_is_not_timed_and_others_are(timed, monkeypatch):
+    fail_in(monkeypatch, recording, "copied", lambda op, call, shared: op == "silu_and_mul")
+    evidence, names, told = timed()
+    assert "silu_and_mul is not timed: OutOfMemoryError: out of memory" in told
+    assert names["silu_and_mul"] == []
+    assert names["rms_norm"] == ["vendor.acme.also", "vendor.acme.only"]
+    assert evidence.operators["silu_and_mul"].excluded == {}
+    assert set(evidence.space().choices) == {"silu_and_mul", "rms_norm", "gelu_and_mul"}
+
+
+def test_calls_that_do_not_fit_into_memory_together_are_kept_one_operator_at_a_time(
+    timed, monkeypatch
+):
+    kept = []
+
+    def too_much(op, call, shared):
+        kept.append(op)
+        return kept == ["rms_norm", "silu_and_mul"]
+
+    fail_in(monkeypatch, recording, "copied", too_much)
+    _, names, told = timed()
+    assert not any("not timed" in text for text in told)
+    assert names["silu_and_mul"] == ["vendor.acme.calling", "vendor.acme.slow"]
+    assert names["rms_norm"] == ["vendor.acme.also", "vendor.acme.only"]
+
+
+@pytest.mark.parametrize("name", ["vendor.acme.slow", "vendor.acme.calling"])
+def test_what_runs_out_of_memory_alone_is_not_timed_and_not_excluded(timed, monkeypatch, name):
+    fail_in(monkeypatch, WorkerExtensionFL, "fl_time", lambda _, op, impl, *more: impl == name)
+    evidence, names, told = timed()
+    assert f"silu_and_mul: {name} is not timed: OutOfMemoryError: out of memory" in told
+    assert name not in names["silu_and_mul"]
+    assert len(names["silu_and_mul"]) == 1
+    assert len(names["rms_norm"]) == 2
+    assert evidence.operators["silu_and_mul"].excluded == {}
 
 
 def test_plain_pytorch_attention_gets_no_engine_of_its_own(arena, monkeypatch):

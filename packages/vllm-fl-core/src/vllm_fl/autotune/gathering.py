@@ -17,6 +17,7 @@ from vllm_fl.autotune.evidence import (
 )
 from vllm_fl.autotune.space import ASKED_ONCE, Configuration, orders, policy
 from vllm_fl.autotune.supervisor import TrialFailed
+from vllm_fl.dispatch.failure import is_out_of_memory
 
 TIMED_CALLS = 4
 """So many calls of an operator, those that take most of the time, are timed."""
@@ -90,40 +91,65 @@ class _Gathering:
     def time(self, choices: Mapping[str, Sequence[str]], under: Configuration) -> None:
         """Time choices alone on the calls that take the most time.
 
-        A choice that ends the engine is excluded, and a new engine times those that are left.
+        A choice that ends the engine is excluded, and a new engine times those that are left. Calls
+        that cannot be kept together are kept for one operator after another. An operator whose
+        calls cannot be kept even then is not timed, and neither is the default or what runs out of
+        memory: those have served, or will be checked.
 
         Args:
             choices: operator -> implementations.
             under: the configuration in force, which calls the operators.
-        """
-        arena, recorded = self.arena, False
-        for op, impls in choices.items():
-            entry = self.evidence.operators[op]
-            for impl in impls:
-                for call in entry.top_calls(TIMED_CALLS):
-                    if not recorded or not arena.alive:
-                        self._keep_calls(choices, under)
-                        recorded = True
-                    self.tell(f"timing {op}: {impl}")
-                    try:
-                        answer = arena.worker("fl_time", op, impl, call, SAMPLES, SECONDS)
-                    except TrialFailed as failure:
-                        if impl == entry.default:
-                            raise
-                        entry.excluded[impl] = f"alone it failed: {failure}"
-                        break
-                    if "seconds" in answer:
-                        entry.timings.setdefault(call, {})[impl] = answer["seconds"]
-        if arena.alive and recorded:
-            arena.worker("fl_forget_recorded")
 
-    def _keep_calls(self, choices: Collection[str], under: Configuration) -> None:
+        Raises:
+            TrialFailed: that configuration cannot be put in force.
+        """
+        left = {op: impls for op, impls in choices.items() if self.evidence.operators[op].calls}
+        while left:
+            self.arena.bind(under)
+            try:
+                self._keep_calls(left)
+            except TrialFailed as failure:
+                if len(left) > 1:
+                    for op, impls in left.items():
+                        self.time({op: impls}, under)
+                else:
+                    self.tell(f"{', '.join(left)} is not timed: {failure}")
+                return
+            left = self._time_until_the_end(left)
+
+    def _keep_calls(self, operators: Collection[str]) -> None:
         """Run the workload and keep the arguments of the calls to be timed."""
-        wanted = {op: self.evidence.operators[op].top_calls(TIMED_CALLS) for op in choices}
-        self.arena.bind(under)
+        wanted = {op: self.evidence.operators[op].top_calls(TIMED_CALLS) for op in operators}
         self.arena.worker("fl_record", wanted)
         self.arena.ask("serve", requests=self.arena.requests)
         self.arena.worker("fl_recorded")
+
+    def _time_until_the_end(self, choices: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+        """Time choices until one ends the engine; return those that are left."""
+        left = dict(choices)
+        for op, impls in choices.items():
+            del left[op]
+            for number, impl in enumerate(impls, 1):
+                try:
+                    self._time_choice(op, impl)
+                except TrialFailed as failure:
+                    entry = self.evidence.operators[op]
+                    if impl == entry.default or is_out_of_memory(failure):
+                        self.tell(f"{op}: {impl} is not timed: {failure}")
+                    else:
+                        entry.excluded[impl] = f"alone it failed: {failure}"
+                    rest = impls[number:]
+                    return {op: rest, **left} if rest else left
+        self.arena.worker("fl_forget_recorded")
+        return left
+
+    def _time_choice(self, op: str, impl: str) -> None:
+        self.tell(f"timing {op}: {impl}")
+        entry = self.evidence.operators[op]
+        for call in entry.top_calls(TIMED_CALLS):
+            answer = self.arena.worker("fl_time", op, impl, call, SAMPLES, SECONDS)
+            if "seconds" in answer:
+                entry.timings.setdefault(call, {})[impl] = answer["seconds"]
 
     def check(self) -> None:
         """Check each choice alone: exclude what fails, generates something else, or is slow.

@@ -58,6 +58,25 @@ class ModelledTuner(Tuner):
         return {"accepted": True, "text": "trials"}
 
 
+def name_of_study(folder, **options):
+    tuner = Tuner(Options("m", workload="smoke", resume=True, **options))
+    with open_storage(f"sqlite:///{folder / 'study.db'}") as tuner._storage:
+        return tuner._open().study_name
+
+
+@pytest.mark.parametrize(
+    ("more", "same"),
+    [
+        ({"tolerance": 0.1}, False),
+        ({"least_share": 0.1}, False),
+        ({"keep": ("rms_norm",)}, False),
+        ({"trials": 3, "seconds": 9.0, "verify_starts": 1, "seed": 2, "trial_seconds": 9.0}, True),
+    ],
+)
+def test_a_study_is_one_of_everything_that_its_evidence_and_trials_depend_on(tmp_path, more, same):
+    assert (name_of_study(tmp_path, **more) == name_of_study(tmp_path)) is same
+
+
 def decide(tuner, trials, **more):
     found = search(tuner.arena, trials, **more)
     return tuner._decide(found.study, found.space), found

@@ -131,6 +131,8 @@ class Tuner:
             "objective": str(self.objective),
             "engine": dict(self.arguments),
             "keep": sorted(self.options.keep),
+            "least_share": self.options.least_share,
+            "tolerance": self.options.tolerance,
             "settings": {key: repr(value.value) for key, value in self.settings.values.items()},
         }
         sampler = make_sampler(self.options.seed)

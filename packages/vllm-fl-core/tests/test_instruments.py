@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 
 import pytest
 
@@ -117,6 +118,43 @@ def test_the_operator_list_follows_what_is_bound(manager, impl, tmp_path):
     ]
     assert handle(1)[0] == "vendor.acme"
     assert os.listdir(tmp_path) == ["ops.txt"]
+
+
+def test_the_operator_list_follows_what_is_called(manager, impl, tmp_path):
+    manager.registry.register_many([impl("vendor.acme"), impl("reference.torch")])
+    manager.oplist = OpList(tmp_path / "ops.txt")
+    manager.resolve(OP)
+    assert not (tmp_path / "ops.txt").exists()
+    assert manager.call(OP, 1)[0] == "vendor.acme"
+    with with_denied_vendors("acme"):
+        assert manager.call(OP, 1)[0] == "reference.torch"
+    assert (tmp_path / "ops.txt").read_text().split() == [
+        "[DEBUG]", "vllm_fl.dispatch.ops.silu_and_mul:", "vendor.acme",
+        "[DEBUG]", "vllm_fl.dispatch.ops.silu_and_mul:", "reference.torch",
+    ]  # fmt: skip
+    assert manager.used == {OP: {"vendor.acme", "reference.torch"}}
+
+
+def test_the_operator_list_is_written_without_the_manager_s_lock(manager, impl, tmp_path):
+    free = []
+
+    class Watched(OpList):
+        def add(self, lines):
+            thread = threading.Thread(target=lambda: free.append(is_free(manager._lock)))
+            thread.start()
+            thread.join()
+            super().add(lines)
+
+    def is_free(lock):
+        acquired = lock.acquire(timeout=2)
+        if acquired:
+            lock.release()
+        return acquired
+
+    manager.registry.register_many([impl("vendor.acme"), impl("reference.torch")])
+    manager.oplist = Watched(tmp_path / "ops.txt")
+    manager.bind(OP)
+    assert free == [True]
 
 
 def test_each_rank_has_its_file(tmp_path):

@@ -18,6 +18,7 @@ from vllm_fl.dispatch import (
 )
 from vllm_fl.dispatch import config as configuration
 from vllm_fl.dispatch.config_file import json_schema
+from vllm_fl.dispatch.oplist import OpList
 from vllm_fl.dispatch.phases import (
     flat_orders,
     join_choice,
@@ -163,6 +164,24 @@ def test_the_table_says_what_is_in_use_and_not_what_was_passed_over(two):
     assert {r["op"]: r["implementation"] for r in operator_table(two)} == {
         f"{OP}.decode": "default.flagos", f"{OP}.prefill": "vendor.acme",
     }  # fmt: skip
+
+
+def test_a_question_leaves_what_serves_as_it_is(two, tmp_path):
+    two.oplist = OpList(tmp_path / "ops.txt")
+    flagos = two.registry.get_implementation(OP, "default.flagos")
+    vendor = two.registry.get_implementation(OP, "vendor.acme")
+    two.note_use(flagos, "decode")
+    two.note_use(vendor, "prefill")
+    before = operator_table(two), (tmp_path / "ops.txt").read_text(), two.used[f"{OP}.decode"]
+    assert two.get_selected_impl_id(OP) == "default.flagos"
+    two.resolve(OP)
+    two.resolve_candidates(OP)
+    explain(two, OP)
+    assert two.serving(OP) == {"decode": flagos, "prefill": vendor}
+    assert (
+        operator_table(two), (tmp_path / "ops.txt").read_text(), two.used[f"{OP}.decode"],
+    ) == before  # fmt: skip
+    assert OP not in two.used
 
 
 def test_the_command_line_explains_both(capsys, monkeypatch):

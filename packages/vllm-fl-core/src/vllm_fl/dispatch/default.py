@@ -42,9 +42,9 @@ def call_op(op_name: str, /, *args: Any, **kwargs: Any) -> Any:
     # The body of OpManager.call, to save a second frame and packing of the arguments.
     manager = _default or get_default_manager()
     try:
-        fn = manager.functions[op_name] if _scoped_policy() is None else manager.resolve(op_name)
+        fn = manager.functions[op_name] if _scoped_policy() is None else manager.enter(op_name)
     except KeyError:
-        fn = manager.resolve(op_name)
+        fn = manager.enter(op_name)
     try:
         return fn(*args, **kwargs) if kwargs else fn(*args)
     except Exception as error:

@@ -67,6 +67,7 @@ class OpManager(state.PolicyListener):
         comparison: what VLLM_FL_COMPARE asked for; None while nothing is compared.
         oplist: the file of VLLM_FL_OPLIST; None for none.
         used: operator, with its phase where phases differ -> implementations noted as in use.
+        functions: operator -> what a call under the process-wide policy runs, once it was called.
     """
 
     def __init__(
@@ -233,21 +234,26 @@ class OpManager(state.PolicyListener):
     def note_use(self, impl: OpImpl, phase: str = "") -> None:
         """Note that an implementation is in use in a phase ("": in all), and put it on the list.
 
+        Whoever binds, calls or builds with one notes it; to ask which is chosen notes nothing.
+
         Of an operator with phases the last one noted is what serves: such a one is asked when the
         model is built, and the first choice may have been passed over.
         """
-        self.used.setdefault(phase_name(impl.op_name, phase), set()).add(impl.impl_id)
-        if get_spec(impl.op_name).phases:
-            serving = self._serving.setdefault(impl.op_name, {})
-            if not phase or "" in serving:
-                serving.clear()
-            serving[phase] = impl
+        name = phase_name(impl.op_name, phase)
+        with self._lock:
+            self.used.setdefault(name, set()).add(impl.impl_id)
+            if get_spec(impl.op_name).phases:
+                serving = self._serving.setdefault(impl.op_name, {})
+                if not phase or "" in serving:
+                    serving.clear()
+                serving[phase] = impl
         if self.oplist is not None:
-            self.oplist.note(phase_name(impl.op_name, phase), impl.impl_id)
+            self.oplist.note(name, impl.impl_id)
 
     def serving(self, op_name: str) -> dict[str, OpImpl]:
         """Return phase -> implementation of an operator with phases, as :meth:`note_use` noted."""
-        return dict(self._serving.get(op_name, {}))
+        with self._lock:
+            return dict(self._serving.get(op_name, {}))
 
     def bind(self, op_name: str) -> BoundOp:
         """Return a live handle. Bound inside a policy context, it keeps that context's policy.
@@ -267,14 +273,31 @@ class OpManager(state.PolicyListener):
     def call(self, op_name: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call an operator under the policy in force here; see :meth:`recover` for errors."""
         try:
-            fn = self.functions[op_name] if _scoped_policy() is None else self.resolve(op_name)
+            fn = self.functions[op_name] if _scoped_policy() is None else self.enter(op_name)
         except KeyError:
-            fn = self.resolve(op_name)
+            fn = self.enter(op_name)
         try:
             # Without the empty dictionary the call is a third cheaper.
             return fn(*args, **kwargs) if kwargs else fn(*args)
         except Exception as error:
             return self.recover(op_name, fn, state.get_policy(), error, args, kwargs)
+
+    def enter(self, op_name: str) -> Function:
+        """Return what a call under the policy in force here runs, noted as in use.
+
+        Under the process-wide policy ``functions`` has it from then on, until choices change.
+
+        Raises:
+            NoImplementationError: none may run; the message says why for each.
+        """
+        scoped = _scoped_policy()
+        resolution = self._resolution(op_name, scoped)
+        self.note_use(resolution.impl)
+        if scoped is None:
+            with self._lock:
+                if self._table.get(op_name) is resolution:
+                    self.functions[op_name] = resolution.fn
+        return resolution.fn
 
     def bound(self) -> set[OpImpl]:
         """Return the implementations that live handles call first."""
@@ -408,7 +431,9 @@ class OpManager(state.PolicyListener):
                 if epoch != self._epoch:
                     continue
                 handle.impl, handle.fn = impl, fn
-                return
+            if impl is not None:
+                self.note_use(impl)
+            return
 
     def _compared(self, handle: BoundOp, resolution: Resolution) -> Function:
         """Return the handle's function, compared with another one if that was asked for."""
@@ -440,13 +465,10 @@ class OpManager(state.PolicyListener):
             with self._lock:
                 if epoch != self._epoch:
                     continue
-                self.note_use(resolution.impl)
                 if scoped is not None:
                     table = self._scoped_tables.setdefault(scoped, {})
                     return table.setdefault(op_name, resolution)
-                resolution = self._table.setdefault(op_name, resolution)
-                self.functions[op_name] = resolution.fn
-                return resolution
+                return self._table.setdefault(op_name, resolution)
 
     def _choose(self, op_name: str, policy: SelectionPolicy) -> Resolution:
         """Resolve an operator; an implementation that cannot be loaded gives way to the next."""
@@ -489,6 +511,8 @@ class OpManager(state.PolicyListener):
         self._lock = threading.RLock()
         self._initializing = False
         self._quarantine.reinit_lock_after_fork()
+        if self.oplist is not None:
+            self.oplist.reinit_lock_after_fork()
         self.registry.reinit_lock_after_fork()
         self.counters.reset()
 

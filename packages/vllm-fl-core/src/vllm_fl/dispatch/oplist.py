@@ -2,12 +2,13 @@
 
 One line an operator and implementation, in the form of FlagGems' own operator list:
 ``[DEBUG] vllm_fl.dispatch.ops.<operator>: <implementation id>``. It is written when operators are
-bound, so it is complete in eager, compiled and graph modes alike.
+bound or first called, so it is complete in eager, compiled and graph modes alike.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ class OpList:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines: dict[str, None] = {}
+        self._lock = threading.Lock()
         self.rank = 0
 
     @property
@@ -47,13 +49,18 @@ class OpList:
 
     def add(self, lines: Iterable[str]) -> None:
         """Add lines as they are; those that are new are written at once."""
-        new = [line for line in lines if line not in self._lines]
-        if new:
-            self._lines.update(dict.fromkeys(new))
-            try:
-                write_atomically(self.path, "\n".join(self._lines) + "\n")
-            except OSError as error:
-                logger.warning("The operator list %s cannot be written: %s", self.path, error)
+        with self._lock:  # else an older list might replace a newer one
+            new = [line for line in lines if line not in self._lines]
+            if new:
+                self._lines.update(dict.fromkeys(new))
+                try:
+                    write_atomically(self.path, "\n".join(self._lines) + "\n")
+                except OSError as error:
+                    logger.warning("The operator list %s cannot be written: %s", self.path, error)
+
+    def reinit_lock_after_fork(self) -> None:
+        """Replace the lock in a forked child, where its holder no longer runs."""
+        self._lock = threading.Lock()
 
 
 def write_atomically(path: Path, text: str) -> None:

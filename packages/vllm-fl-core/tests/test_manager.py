@@ -3,7 +3,9 @@ from __future__ import annotations
 import gc
 import os
 import re
+import sys
 import threading
+import types
 import weakref
 
 import pytest
@@ -502,6 +504,38 @@ def test_a_policy_change_reaches_every_handle_whatever_one_of_them_meets(manager
     set_global_policy(SelectionPolicy(prefer="vendor", strict=True))
     for handle in handles:
         with pytest.raises(BackendLoadError, match=r"nomod\.x"):
+            handle(1)
+    set_global_policy(SelectionPolicy())
+    assert [handle(1)[0] for handle in handles] == ["default.flagos"] * 3
+
+
+def test_a_lazy_module_whose_import_fails_gives_way(manager, impl, monkeypatch):
+    lazy = types.ModuleType("lazy")
+
+    def load_when_asked(name):
+        raise ImportError("libacme.so is missing")
+
+    lazy.__getattr__ = load_when_asked
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    manager.registry.register_many([impl("vendor.acme", "lazy:f"), impl("reference.torch")])
+    assert manager.bind(OP)(1) == ("reference.torch", 1)
+    assert "libacme.so is missing" in manager.get_failed_impls(OP)[OP]["vendor.acme"]
+
+
+def test_a_policy_change_reaches_every_handle_whatever_a_backend_raises(manager, impl):
+    manager.registry.register_many([impl("default.flagos"), impl("vendor.acme")])
+    handles = [manager.bind(OP) for _ in range(3)]
+
+    def refuse(impl, fn):
+        if impl.impl_id == "vendor.acme":
+            raise OSError("the device is gone")
+        return fn
+
+    manager.observe(refuse)
+    set_global_policy(SelectionPolicy(prefer="vendor"))
+    for handle in handles:
+        assert handle.impl is None
+        with pytest.raises(OSError, match="the device is gone"):
             handle(1)
     set_global_policy(SelectionPolicy())
     assert [handle(1)[0] for handle in handles] == ["default.flagos"] * 3

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import sys
+import types
+
 import pytest
 
 from vllm_fl.dispatch import (
@@ -77,6 +80,19 @@ def test_an_availability_check_that_raises_is_a_no(impl, error):
 def test_loading_says_what_is_wrong(reference, message):
     with pytest.raises(BackendLoadError, match=message):
         load_object(reference)
+
+
+@pytest.mark.parametrize("error", [ImportError, OSError, SystemExit, AttributeError])
+def test_a_lazy_module_whose_import_fails(monkeypatch, error):
+    lazy = types.ModuleType("lazy")
+
+    def load_when_asked(name):
+        raise error("libacme.so is missing")
+
+    lazy.__getattr__ = load_when_asked
+    monkeypatch.setitem(sys.modules, "lazy", lazy)
+    with pytest.raises(BackendLoadError, match=rf"'lazy' has no 'f' .*{error.__name__}: libacme"):
+        load_object("lazy:f")
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from vllm_fl.dispatch.counters import Counters
 from vllm_fl.dispatch.errors import (
     BackendLoadError,
     RegistrationError,
-    VllmFLError,
     add_context,
 )
 from vllm_fl.dispatch.exits import at_exit
@@ -425,7 +424,7 @@ class OpManager(state.PolicyListener):
             try:
                 resolution = self._resolution(handle.op_name, handle.scoped)
                 impl, fn = resolution.impl, self._compared(handle, resolution)
-            except VllmFLError as error:
+            except Exception as error:  # of a backend, too: the other handles must follow
                 fn = _raiser(error)
             with self._lock:
                 if epoch != self._epoch:

@@ -95,10 +95,14 @@ def load_object(reference: str) -> Any:
         raise BackendLoadError(
             f"Cannot import {module_name!r} (for {reference!r}): {type(error).__name__}: {error}"
         ) from error
-    for part in qualname.split("."):
-        if not hasattr(target, part):
-            raise BackendLoadError(f"{module_name!r} has no {qualname!r} (for {reference!r}).")
-        target = getattr(target, part)
+    try:
+        for part in qualname.split("."):
+            target = getattr(target, part)  # which a lazy module may answer by an import
+    except (Exception, SystemExit) as error:
+        raise BackendLoadError(
+            f"{module_name!r} has no {qualname!r} (for {reference!r}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
     return target
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import threading
 
 import pytest
@@ -280,3 +281,58 @@ bind_op("silu_and_mul")(torch.ones(2))
         "silu_and_mul, layer 0: differs from impl:reference.mine by at most 0.25 of the largest "
         "element (1 absolute) in 1 calls"
     ) in done.stderr
+
+
+FORKED = """
+import multiprocessing, os, sys, torch, warnings
+warnings.simplefilter("ignore")  # newer Pythons warn of forks while other threads run
+from vllm_fl.dispatch import OpImpl, BackendImplKind, bind_op, get_default_manager
+m = get_default_manager(); m.ensure_initialized()
+m.registry.register_impl(OpImpl("silu_and_mul", "vendor.acme", BackendImplKind.VENDOR,
+                                lambda x: x + 1, vendor="acme"))
+m.registry.register_impl(OpImpl("silu_and_mul", "reference.mine", BackendImplKind.REFERENCE,
+                                lambda x: x, priority=99))
+op = bind_op("silu_and_mul")
+op(torch.tensor([1.0]))
+def run():
+    op(torch.tensor([4.0])); op(torch.tensor([8.0])); op(torch.tensor([8.0]))
+"""
+BY_MULTIPROCESSING = """
+child = multiprocessing.get_context("fork").Process(target=run)
+child.start(); child.join()
+"""
+BY_HAND = """
+child = os.fork()
+if not child:
+    run(); sys.exit()
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.parametrize("fork", [BY_MULTIPROCESSING, BY_HAND])
+def test_a_forked_process_reports_what_it_did_itself(wheels, fork):
+    done = wheels.process(
+        FORKED + fork,
+        VLLM_FL_COMPARE="silu_and_mul=impl:reference.mine",
+        VLLM_FL_DISPATCH_DEBUG="1",
+        VLLM_FL_PER_OP="silu_and_mul=vendor:acme",
+    )
+    assert done.returncode == 0, done.stderr
+    counts = re.findall(r"silu_and_mul: vendor.acme ran (\d) times", done.stderr)
+    differences = re.findall(r"layer 0: differs .* at most (\S+) of .* in (\d) calls", done.stderr)
+    assert counts == ["3", "1"]
+    assert differences == [("0.25", "3"), ("1", "1")]
+
+
+def test_what_is_gone_by_the_end_is_not_asked(wheels):
+    code = """
+import gc
+from vllm_fl.dispatch.exits import at_exit
+class Asked:
+    def __init__(self, name): self.name = name
+    def report(self): print(self.name)
+kept, gone = Asked("kept"), Asked("gone")
+at_exit(kept.report); at_exit(gone.report)
+del gone; gc.collect()
+"""
+    assert wheels.process(code).stdout == "kept\n"

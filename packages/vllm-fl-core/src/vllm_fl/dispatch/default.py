@@ -7,7 +7,7 @@ import os
 import threading
 from typing import Any
 
-from vllm_fl.dispatch import discovery, state
+from vllm_fl.dispatch import discovery, exits, state
 from vllm_fl.dispatch.calls import Function
 from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.dispatch.manager import OpManager, live_managers
@@ -83,6 +83,7 @@ def _after_fork_in_child() -> None:
     discovery.reinit_lock_after_fork()
     for manager in tuple(live_managers):
         manager.reinit_after_fork()
+    exits.reinit_after_fork()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -506,7 +506,10 @@ class OpManager(state.PolicyListener):
         return decision
 
     def reinit_after_fork(self) -> None:
-        """Make locks usable in a forked child, where their holder no longer runs; reset counts."""
+        """Make locks usable in a forked child, where their holder no longer runs.
+
+        What the parent counted and compared is the parent's to report.
+        """
         self._lock = threading.RLock()
         self._initializing = False
         self._quarantine.reinit_lock_after_fork()
@@ -514,6 +517,8 @@ class OpManager(state.PolicyListener):
             self.oplist.reinit_lock_after_fork()
         self.registry.reinit_lock_after_fork()
         self.counters.reset()
+        if self.comparison is not None:
+            self.comparison.reset()
 
 
 live_managers: weakref.WeakSet[OpManager] = weakref.WeakSet()

@@ -242,3 +242,57 @@ def test_a_module_named_twice_counts_once(wheels):
     (wheels.path / "plug.py").write_text(GOOD.format(name="acme"))
     report = only(wheels.python(REPORT, VLLM_FL_PLUGIN_MODULES="plug:B,plug:B"))
     assert report["impls"]["silu_and_mul"] == [["vendor.acme", ""]]
+
+
+@pytest.mark.parametrize(
+    ("value", "code"),
+    [
+        ("plug:B", GOOD.format(name="acme").replace('x, approximate="none"', "x, mode")),
+        ("plug", REGISTER + "    raise RuntimeError('half way')\n"),
+        (
+            "plug:B",
+            GOOD.format(name="acme")
+            + "    def implementations(self):\n"
+            + "        yield from super().implementations()\n"
+            + "        raise RuntimeError('half way')\n",
+        ),
+    ],
+)
+def test_a_named_module_that_fails_does_so_every_time_and_leaves_nothing(wheels, value, code):
+    (wheels.path / "plug.py").write_text(code)
+    tries = """
+import json
+from vllm_fl.dispatch import BackendLoadError, call_op, get_default_manager
+manager = get_default_manager()
+said = []
+for attempt in (manager.ensure_initialized, lambda: call_op("silu_and_mul", 1)) * 2:
+    try:
+        attempt()
+    except BackendLoadError as error:
+        said.append(str(error))
+impls = manager.registry.get_implementations("silu_and_mul")
+print(json.dumps({"said": said, "acme": [i.impl_id for i in impls if i.vendor == "acme"]}))
+"""
+    report = wheels.python(tries, VLLM_FL_PLUGIN_MODULES=value)
+    assert len(report["said"]) == 4
+    assert len(set(report["said"])) == 1
+    assert report["said"][0].startswith("VLLM_FL_PLUGIN_MODULES names ")
+    assert report["acme"] == []
+
+
+def test_a_module_that_was_repaired_is_used(wheels):
+    (wheels.path / "plug.py").write_text(REGISTER + "    if broken: raise RuntimeError\nbroken = 1")
+    code = """
+import json, plug
+from vllm_fl.dispatch import BackendLoadError, call_op, get_default_manager
+from vllm_fl.dispatch import get_discovered_plugins
+try:
+    get_default_manager().ensure_initialized()
+except BackendLoadError:
+    plug.broken = 0
+get_default_manager().ensure_initialized()
+answer = get_default_manager().registry.get_implementation("silu_and_mul", "vendor.acme").fn(1)
+(record,) = (b for b in get_discovered_plugins() if b.name == "plug")
+print(json.dumps([answer, record.decision.reason]))
+"""
+    assert wheels.python(code, VLLM_FL_PLUGIN_MODULES="plug") == [["acme", 1], ""]

@@ -65,6 +65,11 @@ class DiscoveredBackend:
         return self.backend.device if self.backend is not None else None
 
     @property
+    def is_named(self) -> bool:
+        """Whether the user named it, so that it must work."""
+        return self.source == PLUGIN_MODULES_ENV
+
+    @property
     def wheel(self) -> str:
         """Distribution and version as shown to users."""
         return f"{self.distribution} {self.version}".strip()
@@ -77,27 +82,32 @@ class DiscoveredBackend:
         """Register what the backend implements; an operator that does not fit loses itself alone.
 
         Raises:
-            Exception: whatever ``register_builtins`` raised; nothing of it is registered then.
+            BackendLoadError: there is such an operator, and the user named the backend.
+            Exception: whatever the backend raised. Nothing of it is registered in either case.
         """
         self.problems.clear()
+        self.registered = ()
         registered = []
         if self.backend is not None:
+            scratch = registry.copy()
             for impl in self.backend.implementations():
                 try:
                     if isinstance(impl, Exception):
                         raise impl
                     impl = impl.from_wheel(self.distribution, self.version)
-                    registry.register_impl(impl)
+                    scratch.register_impl(impl)
                     registered.append(impl)
                 except Exception as error:
                     self.problems.append(str(error))
+            if self.problems and self.is_named:
+                raise BackendLoadError(f"it has lost operators: {'; '.join(self.problems)}")
         elif self.register_builtins is not None:
             collected = OpRegistry()
             self.register_builtins(collected)
             groups = collected.snapshot().impls_by_op.values()
             impls = [impl for group in groups for impl in group]
             registered = [impl.from_wheel(self.distribution, self.version) for impl in impls]
-            registry.register_many(registered)
+        registry.register_many(registered)
         self.registered = tuple(registered)
 
 
@@ -193,12 +203,11 @@ def discover_plugins(registry: OpRegistry) -> int:
     """
     usable = 0
     for record in get_discovered_plugins():
-        if not record.decision:
+        if not (record.decision or record.is_named):
             continue
         try:
             record.register(registry)
-            if record.problems and record.source == PLUGIN_MODULES_ENV:
-                raise BackendLoadError("; ".join(record.problems))
+            record.decision, record.details = YES, ""  # a named one may have failed before
             usable += 1
         except (Exception, SystemExit) as error:
             _reject(record, f"it cannot be registered: {type(error).__name__}: {error}")
@@ -209,7 +218,7 @@ def _reject(record: DiscoveredBackend, reason: str) -> None:
     """Refuse a backend because of the exception being handled; raise if the user named it."""
     record.reject(reason)
     record.details = traceback.format_exc()
-    if record.source == PLUGIN_MODULES_ENV:
+    if record.is_named:
         raise BackendLoadError(
             f"{PLUGIN_MODULES_ENV} names {record.name!r}, but {reason}"
         )  # chained to the exception being handled

@@ -34,6 +34,12 @@ class OpRegistry:
         self._listeners: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._snapshot = OpRegistrySnapshot(MappingProxyType({}), 0)
 
+    def copy(self) -> OpRegistry:
+        """Return a registry with the present content, which nobody listens to."""
+        other = OpRegistry()
+        other._snapshot = self._snapshot
+        return other
+
     def register_impl(self, impl: OpImpl) -> None:
         """Add one implementation; see :meth:`register_many`."""
         self.register_many((impl,))

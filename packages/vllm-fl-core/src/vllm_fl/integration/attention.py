@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.ops import get_spec
-from vllm_fl.dispatch.phases import DECODE, PREFILL, join_choice, split_name
+from vllm_fl.dispatch.phases import DECODE, PREFILL, join_choice, phase_name, split_name
 from vllm_fl.dispatch.policy import Ranking
 from vllm_fl.dispatch.state import current_config, get_policy
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl, load_object
-from vllm_fl.integration.handover import adopt, wants_live_attention
+from vllm_fl.integration.handover import adopt, note_choice, wants_live_attention
 from vllm_fl.integration.live_attention import OPERATOR, LiveChoice, make_live
 
 if TYPE_CHECKING:
@@ -230,6 +230,7 @@ def select_backend(
             register_backend(AttentionBackendEnum.CUSTOM, path)
         for phase, part in parts.items():
             manager.note_use(part.impl, phase)
+            note_choice(vllm_config, phase_name(OPERATOR, phase), (part.impl,))
         if len({part.impl for part in parts.values()}) == 1:
             logger.info("Attention backend: %s", next(iter(parts.values())).described)
         else:

@@ -2,7 +2,9 @@
 
 The parent writes into vLLM's own configuration (``additional_config["vllm_fl"]``, which vLLM sends
 to every process and puts into its compile-cache key) the policy in force, what its environment
-says, and what implements each operator. A child whose environment says something
+says, and what implements each operator. Where the model is built, the latter is corrected: what
+cannot be loaded, or cannot take the model, is passed over, and vLLM makes the key when the model
+first runs. A child whose environment says something
 else has lost a variable: that is an error, not a different run. A policy set from Python in the
 parent, process-wide or by a context around ``LLM(...)``, is taken over.
 
@@ -12,12 +14,16 @@ engine: attention can then be chosen anew while it lives, see ``live_attention``
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.dispatch import env, state
 from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.policy import SelectionPolicy
+from vllm_fl.dispatch.predicate import predicate
+from vllm_fl.dispatch.types import OpImpl
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -65,7 +71,34 @@ _CHOOSING = (env.PLUGIN_MODULES, env.PLATFORM, env.COMPARE, env.COMPARE_LIMIT)
 def operator_versions() -> dict[str, str]:
     """Return operator -> the implementation that runs it and its wheel with version."""
     chosen = get_default_manager().first_choices()
-    return {name: f"{impl.impl_id} {impl.wheel}".strip() for name, impl in chosen.items()}
+    return {name: _described((impl,)) for name, impl in chosen.items()}
+
+
+def _described(impls: Iterable[OpImpl]) -> str:
+    return " > ".join(f"{impl.impl_id} {impl.wheel}".strip() for impl in impls)
+
+
+def note_bound(vllm_config: VllmConfig, op_name: str) -> None:
+    """Put into the compile-cache key what a layer calls: the first choice, and who else may answer.
+
+    Those that cannot be loaded have been put aside when the operator was bound.
+    """
+    order = get_default_manager().rank(op_name).order
+    able = list(takewhile(lambda impl: predicate(impl) is not None, order))
+    note_choice(vllm_config, op_name, order[: len(able) + 1])
+
+
+def note_choice(vllm_config: VllmConfig, name: str, impls: Iterable[OpImpl]) -> None:
+    """Put into the compile-cache key what has been chosen for an operator, or for one phase of it.
+
+    Args:
+        vllm_config: vLLM's configuration of the model that is being built.
+        name: the operator, with the phase where phases have orders of their own.
+        impls: what may run, first choice first.
+    """
+    published = vllm_config.additional_config.get(KEY)
+    if published is not None:
+        published["operators"][name] = _described(impls)
 
 
 def adopt(vllm_config: VllmConfig) -> None:
@@ -76,7 +109,10 @@ def adopt(vllm_config: VllmConfig) -> None:
     """
     global _adopted
     published = vllm_config.additional_config.get(KEY)
-    if published is None or str(published) == _adopted:
+    if published is None:
+        return
+    asked = str((published["environment"], published["policy"]))
+    if asked == _adopted:
         return
     here, there = _environment(), published["environment"]
     lost = [f"{key} is {here[key]}, was {there[key]}" for key in here if here[key] != there[key]]
@@ -89,4 +125,4 @@ def adopt(vllm_config: VllmConfig) -> None:
     policy = SelectionPolicy.from_dict(**published["policy"])
     if policy != state.get_global_policy():
         state.set_global_policy(policy)
-    _adopted = str(published)
+    _adopted = asked

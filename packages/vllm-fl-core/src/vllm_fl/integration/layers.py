@@ -22,16 +22,19 @@ from vllm_fl.dispatch.calls import Function
 from vllm_fl.dispatch.default import bind_op, get_default_manager
 from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.integration.custom_ops import CUSTOM_OPS
-from vllm_fl.integration.handover import adopt
+from vllm_fl.integration.handover import adopt, note_bound
 
 
 def bind(op_name: str) -> BoundOp:
     """Bind an operator for a layer that is being built, under the policy vLLM was given."""
-    adopt(get_current_vllm_config())
+    vllm_config = get_current_vllm_config()
+    adopt(vllm_config)
     oplist = get_default_manager().oplist
     if oplist is not None and torch.distributed.is_initialized():
         oplist.rank = torch.distributed.get_rank()
-    return bind_op(op_name)
+    op = bind_op(op_name)
+    note_bound(vllm_config, op_name)
+    return op
 
 
 def recover(op: BoundOp, fn: Function, error: Exception, *args: Any) -> Any:

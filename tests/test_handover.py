@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -21,11 +22,24 @@ from vllm_fl.integration import handover
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch):
     monkeypatch.setattr(handover, "_adopted", None)
+    monkeypatch.setattr(handover, "_published", set())
     reset_default_manager()
     reset_global_policy()
     yield
     reset_global_policy()
     reset_default_manager()
+
+
+@pytest.fixture
+def in_child(monkeypatch):
+    """Go on as a child of this process, with the policy that it reads for itself."""
+
+    def become():
+        own = os.getpid()
+        monkeypatch.setattr(handover.os, "getpid", lambda: own + 1)
+        reset_global_policy()
+
+    return become
 
 
 @pytest.fixture
@@ -38,14 +52,15 @@ def published(monkeypatch):
     return config
 
 
-def test_a_child_with_the_same_environment_goes_on(published):
-    reset_global_policy()
+def test_a_child_with_the_same_environment_goes_on(published, in_child):
+    in_child()
     handover.adopt(published)
     assert get_policy().prefer == "vendor"
 
 
 @pytest.mark.parametrize("value", [None, "reference"])
-def test_a_child_with_another_environment_stops(published, monkeypatch, value):
+def test_a_child_with_another_environment_stops(published, in_child, monkeypatch, value):
+    in_child()
     monkeypatch.delenv("VLLM_FL_PREFER")
     if value is not None:
         monkeypatch.setenv("VLLM_FL_PREFER", value)
@@ -53,11 +68,11 @@ def test_a_child_with_another_environment_stops(published, monkeypatch, value):
         handover.adopt(published)
 
 
-def test_a_policy_set_from_python_is_taken_over():
+def test_a_policy_set_from_python_is_taken_over(in_child):
     set_global_policy(SelectionPolicy.from_dict(deny_vendors=["acme"]))
     config = SimpleNamespace(additional_config={"of": "another plug-in"})
     handover.publish(config)
-    reset_global_policy()
+    in_child()
     handover.adopt(config)
     assert get_policy().deny_vendors == {"acme"}
     assert config.additional_config["of"] == "another plug-in"
@@ -87,12 +102,13 @@ def test_a_worker_that_nobody_configured_goes_on():
         ("VLLM_FL_PLATFORM", "reference"),
     ],
 )
-def test_any_variable_that_chooses_must_arrive(monkeypatch, tmp_path, name, value):
+def test_any_variable_that_chooses_must_arrive(in_child, monkeypatch, tmp_path, name, value):
     (tmp_path / "plug.py").write_text("def register_builtins(registry): pass")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv(name, value)
     config = SimpleNamespace(additional_config={})
     handover.publish(config)
+    in_child()
     monkeypatch.delenv(name)
     with pytest.raises(ConfigError, match="says something else to vllm-fl"):
         handover.adopt(config)
@@ -105,12 +121,31 @@ def test_what_does_not_choose_is_not_in_the_compile_cache_key(published, monkeyp
     assert again.additional_config == published.additional_config
 
 
-def test_a_context_around_the_engine_is_published():
+def test_a_context_around_the_engine_is_published(in_child):
     config = SimpleNamespace(additional_config={})
     with with_preference("reference"):
         handover.publish(config)
+        handover.adopt(config)
+        assert get_policy().prefer == "reference"
+    handover.adopt(config)
+    assert get_policy().prefer == "flagos"  # the engine's policy is not the process's
+    in_child()
     handover.adopt(config)
     assert get_policy().prefer == "reference"
+
+
+def test_a_forked_child_takes_the_context_over():
+    config = SimpleNamespace(additional_config={})
+    with with_preference("reference"):
+        handover.publish(config)
+    child = os.fork()
+    if child == 0:
+        try:
+            handover.adopt(config)
+        finally:
+            os._exit(get_policy().prefer != "reference")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert get_policy().prefer == "flagos"
 
 
 def test_the_key_is_reserved():

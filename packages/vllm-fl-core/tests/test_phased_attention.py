@@ -447,7 +447,7 @@ def choose(manager, monkeypatch):
                "block_size": None, **needs}
         )  # fmt: skip
         additional = {"vllm_fl": {"live_attention": live}} if live else {}
-        vllm_config = VllmConfig(additional_config=additional)
+        run.vllm_config = vllm_config = VllmConfig(additional_config=additional)
         with set_current_vllm_config(vllm_config):
             return select_backend(Platform, selected, config)
 
@@ -485,6 +485,8 @@ def test_what_one_refuses_falls_to_the_other(choose, log):
     )
     path = choose({"default.flagos": One, "vendor.acme": Other}, order, has_sink=True)
     assert path == f"{__name__}.One"
+    key = choose.vllm_config.additional_config["vllm_fl"]["operators"]
+    assert key["attention_backend.prefill"] == "default.flagos"  # not what the order begins with
 
 
 def test_what_is_named_must_go_together(choose):

@@ -6,7 +6,8 @@ says, and what implements each operator. Where the model is built, the latter is
 cannot be loaded, or cannot take the model, is passed over, and vLLM makes the key when the model
 first runs. A child whose environment says something
 else has lost a variable: that is an error, not a different run. A policy set from Python in the
-parent, process-wide or by a context around ``LLM(...)``, is taken over.
+parent, process-wide or by a context around ``LLM(...)``, is taken over by children alone: where the
+engine runs in the parent, its layers are built inside that context.
 
 The tuner, and nobody else, gives ``additional_config={"vllm_fl": {"live_attention": True}}`` to its
 engine: attention can then be chosen anew while it lives, see ``live_attention``.
@@ -14,7 +15,8 @@ engine: attention can then be chosen anew while it lives, see ``live_attention``
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 KEY = "vllm_fl"
 LIVE_ATTENTION = "live_attention"
 _adopted: str | None = None
+_published: set[tuple[int, str]] = set()  # with the process, for a forked child has it, too
 
 
 def publish(vllm_config: VllmConfig) -> None:
@@ -51,6 +54,11 @@ def publish(vllm_config: VllmConfig) -> None:
             "policy": state.get_policy().to_dict(),
             "operators": operator_versions(),
         }
+        _published.add((os.getpid(), _what_to_adopt(additional[KEY])))
+
+
+def _what_to_adopt(published: Mapping[str, Any]) -> str:
+    return str((published["environment"], published["policy"]))
 
 
 def wants_live_attention(vllm_config: VllmConfig) -> bool:
@@ -104,6 +112,8 @@ def note_choice(vllm_config: VllmConfig, name: str, impls: Iterable[OpImpl]) -> 
 def adopt(vllm_config: VllmConfig) -> None:
     """Take over the policy that the parent published, once a process and policy.
 
+    The process that published it has it already.
+
     Raises:
         ConfigError: this process's environment differs from the parent's.
     """
@@ -111,8 +121,8 @@ def adopt(vllm_config: VllmConfig) -> None:
     published = vllm_config.additional_config.get(KEY)
     if published is None:
         return
-    asked = str((published["environment"], published["policy"]))
-    if asked == _adopted:
+    asked = _what_to_adopt(published)
+    if asked == _adopted or (os.getpid(), asked) in _published:
         return
     here, there = _environment(), published["environment"]
     lost = [f"{key} is {here[key]}, was {there[key]}" for key in here if here[key] != there[key]]

@@ -206,13 +206,18 @@ def layer_classes() -> dict[str, dict[str, type[CustomOp]]]:
 
 
 def install(operators: Iterable[str]) -> None:
-    """Register the layers of these operators with vLLM, each once a process."""
+    """Register the layers of these operators with vLLM, and take back those of all others."""
     classes = layer_classes()
-    for op_name in operators:
-        for name, layer in classes[op_name].items():
-            known = op_registry_oot.get(name)  # one layer may call several operators
-            if known is not None and known.__module__.startswith("vllm_fl."):
-                continue
-            CustomOp.register_oot(layer, name=name)
-            if op_name in CUSTOM_OPS:  # vLLM has put the class's name, custom_ops say this one
-                layer.name = op_name
+    wanted = {
+        name: (layer, op_name)
+        for op_name in operators
+        for name, layer in classes[op_name].items()  # one layer may call several operators
+    }
+    ours = {name for name, cls in op_registry_oot.items() if cls.__module__.startswith("vllm_fl.")}
+    for name in ours - wanted.keys():
+        del op_registry_oot[name]
+    for name in wanted.keys() - ours:
+        layer, op_name = wanted[name]
+        CustomOp.register_oot(layer, name=name)
+        if op_name in CUSTOM_OPS:  # vLLM has put the class's name, custom_ops say this one
+            layer.name = op_name

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from vllm_fl.dispatch import discovery, env, state
 from vllm_fl.dispatch.errors import VllmFLError
 from vllm_fl.dispatch.logging import get_logger
@@ -51,7 +53,10 @@ def platform_class() -> str | None:
 
 
 def install_layers() -> None:
-    """Install the dispatched layers if the platform in use is one of vllm-fl's."""
+    """Install the dispatched layers if the platform in use is one of vllm-fl's.
+
+    Called again under another configuration, it installs what that one says.
+    """
     if not check_vllm():
         return  # the platform, made first, has said so
     _make_variables_known()
@@ -62,7 +67,8 @@ def install_layers() -> None:
     if not isinstance(current_platform, PlatformFL):
         return
     operators = custom_ops.replaced()
-    if operators:  # the import takes seconds, and not every process of vLLM needs vLLM's layers
+    # The import takes seconds, and not every process of vLLM needs vLLM's layers.
+    if operators or "vllm_fl.integration.layers" in sys.modules:
         from vllm_fl.integration import layers
 
         layers.install(operators)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from jobs import ENGINE, GREEDY, run_job
 
 BOLT = Path(__file__).parent / "vendors" / "bolt"
 VENDOR = """
@@ -141,3 +142,52 @@ def test_an_attention_backend_that_cannot_be_loaded_gives_way_or_stops_a_strict_
     assert "ReferenceAttentionBackend (reference.torch" in result["log"]
     with pytest.raises(Exception, match="Cannot import 'no_such_module'"):
         run(vllm, tiny_model, few, plugin(ATTENTION), VLLM_FL_STRICT="1")
+
+
+IN_ONE_PROCESS = """
+import json, sys
+from vllm import LLM, SamplingParams
+from vllm_fl.dispatch import get_policy, get_default_manager, with_denied_vendors
+
+job = json.load(open(sys.argv[1]))
+sampling = SamplingParams(**job["sampling"])
+prompts = [{"prompt_token_ids": ids} for ids in job["batches"][0]]
+found = []
+
+def run(llm):
+    manager = get_default_manager()
+    manager.counters.reset()
+    manager.count_calls()
+    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    ran = [impl for (op, impl), n in manager.counters.calls.items() if n and op == "silu_and_mul"]
+    found.append([ran, [list(o.outputs[0].token_ids) for o in outputs]])
+
+if __name__ == "__main__":
+    with with_denied_vendors("acme"):
+        llm = LLM(**job["engine"])
+    policy = get_policy().to_dict()
+    run(llm)
+    llm = None
+    run(LLM(**job["engine"]))
+    json.dump({"found": found, "policy": policy}, open(sys.argv[2], "w"))
+"""
+
+
+def test_a_context_around_an_engine_in_this_process_is_its_own(
+    tiny_model, few, right, plugin, tmp_path
+):
+    (tmp_path / "script.py").write_text(IN_ONE_PROCESS)
+    job = {
+        "engine": {"model": str(tiny_model), "dtype": "float32", "enforce_eager": True, **ENGINE},
+        "batches": [few],
+        "sampling": {**GREEDY, "max_tokens": 16},
+    }
+    jobs = tmp_path / "jobs"
+    jobs.mkdir()
+    env = {**plugin(CHANGED), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    result = run_job(str(tmp_path / "script.py"), job, jobs, **env)
+    assert result["policy"]["deny_vendors"] == []
+    (denied, tokens), (allowed, others) = result["found"]
+    assert (denied, tokens) == (["reference.torch"], right)
+    assert allowed == ["vendor.acme"]
+    assert others != right

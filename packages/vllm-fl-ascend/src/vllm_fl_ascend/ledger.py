@@ -6,7 +6,10 @@ it ``torch.cuda.is_available``; then vLLM and Triton would take the NPU for a GP
 
 from __future__ import annotations
 
+import importlib
+import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +20,7 @@ from vllm_fl.integration.ledger import SAMPLER_WITHOUT_TRITON, Patch, slot_mappi
 PAD_SLOT = -1
 
 
-STREAMS = ("Stream", "current_stream", "default_stream", "stream", "set_stream")
+STREAMS = ("Stream", "current_stream", "stream", "set_stream")
 MEMORY = {
     "memory_stats": "memory_stats",
     "memory_reserved": "memory_reserved",
@@ -28,6 +31,18 @@ MEMORY = {
     "empty_cache": "empty_cache",
 }
 """Function of ``torch.accelerator`` -> that of ``torch.npu``."""
+CALLERS = (
+    "vllm.v1.worker.gpu_model_runner",
+    "vllm.utils.torch_utils",
+    "vllm.utils.mem_utils",
+    "vllm.model_executor.model_loader.base_loader",
+)
+"""The modules of vLLM that run on an NPU and call what is rebound."""
+
+
+def _is_called(name: str) -> bool:
+    sources = (inspect.getsource(importlib.import_module(module)) for module in CALLERS)
+    return any(f"{name}(" in source for source in sources)
 
 
 def patches(npu: Any) -> Iterator[Patch]:
@@ -43,6 +58,7 @@ def patches(npu: Any) -> Iterator[Patch]:
             why="vLLM's V1 model runner asks torch.cuda for streams by name.",
             versions=">=0.26",
             until="the model runner asks torch.accelerator or the platform.",
+            has_effect=partial(_is_called, f"torch.cuda.{name}"),
         )
     yield Patch(
         "torch.cuda:Event",
@@ -50,6 +66,7 @@ def patches(npu: Any) -> Iterator[Patch]:
         why="As for the streams; an NPU's event has no argument ``blocking``.",
         versions=">=0.26",
         until="the model runner asks torch.accelerator or the platform.",
+        has_effect=partial(_is_called, "torch.cuda.Event"),
     )
     for name, counterpart in MEMORY.items():
         yield Patch(
@@ -59,6 +76,7 @@ def patches(npu: Any) -> Iterator[Patch]:
             "not add its own.",
             versions="torch_npu 2.11 and 2.13",
             until="torch_npu's allocator answers torch.accelerator.",
+            has_effect=partial(_is_called, f"torch.accelerator.{name}"),
         )
     yield slot_mapping(compute_slot_mapping)
     yield SAMPLER_WITHOUT_TRITON

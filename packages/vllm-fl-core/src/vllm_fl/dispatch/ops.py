@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 _FLOAT_TOLERANCES: Mapping[str, tuple[float, float]] = MappingProxyType(
     {"float32": (1.3e-6, 1e-5), "float16": (2e-3, 1e-3), "bfloat16": (1.6e-2, 1e-3)}
 )
+PHASES = ("decode", "prefill")
+"""Of the engine's steps; what they are, see ``phases``."""
 _SPECS: dict[str, OpSpec] = {}
 
 
@@ -121,7 +123,7 @@ def rotary_embedding(
     """
 
 
-@_operator(phases=("decode", "prefill"))
+@_operator(phases=PHASES)
 def attention_backend(use_mla: bool = False, use_sparse: bool = False) -> str:
     """The attention backend class for vLLM, as the text "package.module:Class".
 

@@ -12,11 +12,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from vllm_fl.dispatch.errors import ConfigError, nearest
-from vllm_fl.dispatch.ops import CATALOGUE, get_spec
+from vllm_fl.dispatch.ops import CATALOGUE, PHASES, get_spec
 
-DECODE = "decode"
-PREFILL = "prefill"
-PHASES = (DECODE, PREFILL)
+DECODE, PREFILL = PHASES
 
 
 def phase_name(op_name: str, phase: str) -> str:

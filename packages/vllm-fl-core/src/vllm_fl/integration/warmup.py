@@ -21,7 +21,7 @@ from vllm_fl.dispatch.backend import Backend, ExpertsShape
 from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import RegistrationError
 from vllm_fl.dispatch.logging import get_logger
-from vllm_fl.dispatch.phases import PHASES
+from vllm_fl.dispatch.ops import PHASES
 from vllm_fl.integration.lenient import lenient
 
 if TYPE_CHECKING:

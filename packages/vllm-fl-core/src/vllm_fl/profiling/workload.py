@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_fl.dispatch.errors import ConfigError
+from vllm_fl.integration.platform import WORKER_EXTENSION
 
-WORKER_EXTENSION = "vllm_fl.integration.worker.WorkerExtensionFL"
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 
 

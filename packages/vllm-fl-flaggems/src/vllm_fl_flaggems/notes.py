@@ -8,18 +8,15 @@ from vllm_fl_flaggems.gems.mends import MENDS
 from vllm_fl_flaggems.gems.source import installed
 from vllm_fl_flaggems.gems.start import possible
 
-COMPARED = "benchmarks/results/kernels-h200.json"
-"""The file of the repository that has the times of flag_gems' kernels beside the wheel's own."""
-
 
 def note(op_name: str) -> str:
-    """Say what runs an operator inside this wheel, and where flag_gems' kernels are timed."""
+    """Say what runs an operator inside this wheel, and who compares it with flag_gems'."""
     found = installed()
     if not found:
         return "own Triton kernel; flag_gems is not installed"
     return (
         f"own Triton kernel; flag_gems {found.version} is installed, "
-        f"its kernels are timed in {COMPARED}"
+        "and vllm-fl's benchmarks time its kernels, too"
     )
 
 

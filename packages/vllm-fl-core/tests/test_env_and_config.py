@@ -279,6 +279,12 @@ def test_switches_of_the_layers(environ, reason):
     assert load(**environ).oot_decision("rms_norm").reason == reason
 
 
+def test_the_documented_switches_are_those_that_no_file_holds():
+    switches = [setting.variable.name for setting in SETTINGS if setting.parse is None]
+    assert sorted(switches) == ["USE_FLAGGEMS", "VLLM_FL_OOT_ENABLED", "VLLM_FL_PREFER_ENABLED"]
+    assert all(name in env.CONFIG.doc for name in switches)
+
+
 def test_the_switches_hold_beside_a_user_s_file(tmp_path):
     loaded = load(tmp_path, "prefer: vendor", USE_FLAGGEMS="0", VLLM_FL_PREFER="reference")
     assert loaded["prefer"] == "vendor"

@@ -163,7 +163,8 @@ class EnvVar:
 
 CONFIG = EnvVar(
     "VLLM_FL_CONFIG", parse_file, None, "path",
-    "A YAML file with the whole configuration. It replaces every other source.",
+    "A YAML file with the whole configuration. It replaces every other source but the switches "
+    "that a file cannot hold: VLLM_FL_PREFER_ENABLED, VLLM_FL_OOT_ENABLED and USE_FLAGGEMS.",
 )  # fmt: skip
 TUNED_DIR = EnvVar(
     "VLLM_FL_TUNED_DIR", parse_folder, None, "path",

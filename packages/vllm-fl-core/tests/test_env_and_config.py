@@ -42,6 +42,7 @@ def test_values(variable, text, value):
         (env.PER_OP, "rms_norm", "'rms_norm' is not of the form 'operator=token"),
         (env.PER_OP, "rms_norm=vendor|", "not of the form"),
         (env.PER_OP, "rms_norm=vendor;rms_norm=flagos", "appears twice"),
+        (env.COMPARE, "rms_norm=reference,rms_norm=vendor", "'rms_norm' appears twice"),
         (env.CONFIG, "/no/such/file.yaml", "no such file"),
         (env.LOG_LEVEL, "loud", "Allowed: critical, debug"),
     ],

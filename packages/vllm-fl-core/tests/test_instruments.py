@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from vllm_fl.dispatch import OpManager, VllmFLError, env, with_denied_vendors
+from vllm_fl.dispatch import OpManager, env, with_denied_vendors
 from vllm_fl.dispatch.compare import Comparison, ComparisonError
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.oplist import OpList, write_atomically
@@ -257,11 +257,21 @@ def test_nothing_is_compared_with_itself_and_equal_infinities_are_equal(manager,
     assert handle.fn is manager.resolve(OP)
 
 
-@pytest.mark.parametrize("text", ["rmsnorm=reference", "rms_norm=refrence"])
-def test_a_comparison_of_what_does_not_exist_is_an_error(monkeypatch, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rmsnorm=reference", "Did you mean 'rms_norm'"),
+        ("rms_norm=refrence", "Did you mean 'reference'"),
+        ("reshape_and_cache_flash=reference", "it updates key_cache, value_cache in place"),
+        ("attention_backend=reference", "it chooses a class and computes nothing. Leave it out"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error_each_time(monkeypatch, text, message):
     monkeypatch.setenv("VLLM_FL_COMPARE", text)
-    with pytest.raises(VllmFLError, match="Did you mean"):
-        OpManager().ensure_initialized()
+    manager = OpManager()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"^VLLM_FL_COMPARE: .*{message}"):
+            manager.ensure_initialized()
 
 
 def test_differences_are_printed_at_exit(wheels):
@@ -281,6 +291,32 @@ bind_op("silu_and_mul")(torch.ones(2))
         "silu_and_mul, layer 0: differs from impl:reference.mine by at most 0.25 of the largest "
         "element (1 absolute) in 1 calls"
     ) in done.stderr
+
+
+def test_what_was_to_be_compared_and_was_not_is_told_at_exit(wheels):
+    code = """
+import torch
+from vllm_fl.dispatch import OpImpl, BackendImplKind, bind_op, get_default_manager
+m = get_default_manager(); m.ensure_initialized()
+for op in ("silu_and_mul", "gelu_and_mul"):
+    m.registry.register_impl(OpImpl(op, "vendor.acme", BackendImplKind.VENDOR,
+                                    lambda x, approximate="none": x, vendor="acme"))
+"""
+    asked = {
+        "VLLM_FL_COMPARE": "silu_and_mul=reference,gelu_and_mul=vendor:acme,rms_norm=reference",
+        "VLLM_FL_PREFER": "vendor",
+        "VLLM_FL_ALLOW_VENDORS": "acme",
+    }
+    bound = "silu, gelu = bind_op('silu_and_mul'), bind_op('gelu_and_mul')"
+    said = [
+        line.split("] ")[-1] for line in wheels.process(code + bound, **asked).stderr.split("\n")
+    ]
+    assert "No layer called rms_norm through vllm-fl: nothing was compared with reference." in said
+    assert "vendor.acme of gelu_and_mul is not compared with itself." in said
+    assert "silu_and_mul, layer 0: never called, nothing was compared with reference." in said
+    assert not [line for line in said if "No layer called silu" in line or "called gelu" in line]
+    # As in vLLM's own parent process, which runs no operator:
+    assert "nothing was compared" not in wheels.process(code, **asked).stderr
 
 
 FORKED = """

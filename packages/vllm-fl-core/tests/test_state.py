@@ -112,6 +112,20 @@ def test_variables_without_effect_are_named(monkeypatch, tmp_path, log):
     ]
 
 
+def test_a_limit_of_nothing_is_named(monkeypatch, log):
+    monkeypatch.setenv("VLLM_FL_COMPARE_LIMIT", "0.1")
+    reset_global_policy()
+    get_policy()
+    (record,) = log
+    assert record.getMessage() == (
+        "VLLM_FL_COMPARE_LIMIT has no effect: VLLM_FL_COMPARE is not set."
+    )
+    monkeypatch.setenv("VLLM_FL_COMPARE", "rms_norm=reference")
+    reset_global_policy()
+    get_policy()
+    assert log == [record]
+
+
 def test_under_strict_an_unknown_variable_is_an_error(monkeypatch):
     monkeypatch.setenv("VLLM_FL_STRICT", "1")
     monkeypatch.setenv("VLLM_FL_PREFERR", "reference")

@@ -10,6 +10,7 @@ from typing import Any
 from vllm_fl.dispatch.errors import ConfigError, VllmFLError
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.ops import get_spec
+from vllm_fl.dispatch.policy import check_token
 
 
 class ComparisonError(VllmFLError, ArithmeticError):
@@ -46,11 +47,19 @@ class Comparison:
         differences: (operator, layer number) -> the largest differences.
 
     Raises:
-        ConfigError: an operator updates its arguments, which are too large to copy.
+        ConfigError: a token does not exist, or an operator has nothing to compare or updates its
+            arguments, which are too large to copy.
+        UnknownOperatorError: an operator does not exist.
     """
 
     def __init__(self, yardsticks: Mapping[str, str], limit: float | None) -> None:
-        for op_name in yardsticks:
+        for op_name, token in yardsticks.items():
+            check_token(token)
+            if not get_spec(op_name).computes:
+                raise ConfigError(
+                    f"{op_name} cannot be compared: it chooses a class and computes nothing. Leave "
+                    "it out."
+                )
             updated = ", ".join(sorted(get_spec(op_name).updated))
             if updated:
                 raise ConfigError(
@@ -93,6 +102,12 @@ class Comparison:
     def report(self) -> None:
         """Log what was found, the largest relative difference first."""
         for found in sorted(self.differences.values(), key=lambda d: -d.relative):
+            if not found.calls:
+                get_logger().warning(
+                    "%s, layer %d: never called, nothing was compared with %s.",
+                    found.op_name, found.number, self.yardsticks[found.op_name],
+                )  # fmt: skip
+                continue
             get_logger().info(
                 "%s, layer %d: differs from %s by at most %.3g of the largest element "
                 "(%.3g absolute) in %d calls", found.op_name, found.number,

@@ -60,11 +60,13 @@ def parse_per_op(text: str) -> dict[str, tuple[str, ...]]:
 
 def parse_yardsticks(text: str) -> dict[str, str]:
     """Parse ``"rms_norm=reference,silu_and_mul=reference"`` into operator -> order token."""
-    yardsticks = {}
+    yardsticks: dict[str, str] = {}
     for entry in parse_list(text):
         op, separator, token = (part.strip() for part in entry.partition("="))
         if not (separator and op and token):
             raise ValueError(f"{entry!r} is not of the form 'operator=token'.")
+        if op in yardsticks:
+            raise ValueError(f"operator {op!r} appears twice.")
         yardsticks[op] = token
     return yardsticks
 
@@ -255,7 +257,7 @@ DISPATCH_DEBUG = EnvVar(
 COMPARE = EnvVar(
     "VLLM_FL_COMPARE", parse_yardsticks, {}, "op=token,op=token",
     "Eager mode only: also run this implementation of the operator on copies of the live inputs "
-    "and report the largest difference in each layer.",
+    "and report the largest difference in each layer, and which operators no layer called.",
 )  # fmt: skip
 COMPARE_LIMIT = EnvVar(
     "VLLM_FL_COMPARE_LIMIT", parse_limit, None, "number",

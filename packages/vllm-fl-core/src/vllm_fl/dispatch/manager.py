@@ -20,7 +20,9 @@ from vllm_fl.dispatch.compare import Comparison
 from vllm_fl.dispatch.counters import Counters
 from vllm_fl.dispatch.errors import (
     BackendLoadError,
+    ConfigError,
     RegistrationError,
+    UnknownOperatorError,
     add_context,
 )
 from vllm_fl.dispatch.exits import at_exit
@@ -30,7 +32,7 @@ from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.oplist import OpList
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
 from vllm_fl.dispatch.phases import phase_name
-from vllm_fl.dispatch.policy import Ranking, SelectionPolicy, check_token, rank
+from vllm_fl.dispatch.policy import Ranking, SelectionPolicy, rank
 from vllm_fl.dispatch.predicate import predicate
 from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.types import YES, Decision, OpImpl
@@ -121,19 +123,32 @@ class OpManager(state.PolicyListener):
                 logger.warning("Backend %s lost an operator: %s", record.name, problem)
 
     def _read_environment(self) -> None:
-        if env.DISPATCH_DEBUG.read():
-            self.counters.enabled = True
-            at_exit(self.counters.report)
-        yardsticks = env.COMPARE.read()
-        for op_name, token in yardsticks.items():
-            get_spec(op_name)
-            check_token(token)
-        if yardsticks:
-            self.comparison = Comparison(yardsticks, env.COMPARE_LIMIT.read())
-            at_exit(self.comparison.report)
+        yardsticks, limit = env.COMPARE.read(), env.COMPARE_LIMIT.read()
         path = env.OPLIST.read() or env.FLAGGEMS_OPLIST.read()
+        debug = env.DISPATCH_DEBUG.read()
+        if yardsticks:
+            try:
+                self.comparison = Comparison(yardsticks, limit)
+            except (ConfigError, UnknownOperatorError) as error:
+                raise ConfigError(f"{env.COMPARE.name}: {error}") from error
+            at_exit(self._report_comparison)
         if path is not None:
             self.oplist = OpList(path)
+        if debug:
+            self.counters.enabled = True
+            at_exit(self.counters.report)
+
+    def _report_comparison(self) -> None:
+        """Log the differences, and what no layer has called; a process may run no operator."""
+        if self.comparison is None:
+            return
+        self.comparison.report()
+        for op_name, token in self.comparison.yardsticks.items():
+            if self.used and not self._bound[op_name]:
+                logger.warning(
+                    "No layer called %s through vllm-fl: nothing was compared with %s.",
+                    op_name, token,
+                )  # fmt: skip
 
     # -- selection
 

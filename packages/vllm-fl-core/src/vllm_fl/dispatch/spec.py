@@ -59,6 +59,12 @@ class OpSpec:
         ]
         return f"{self.name}({', '.join(parts)}) -> {self.signature.return_annotation}"
 
+    @property
+    def computes(self) -> bool:
+        """Whether it takes tensors; one that does not is asked which class to use."""
+        parameters = self.signature.parameters.values()
+        return any("Tensor" in str(parameter.annotation) for parameter in parameters)
+
     def donates(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call with these arguments gives up the storage of any of them."""
         if not self.donated:

@@ -129,6 +129,8 @@ def report_unused(settings: config.Config) -> None:
     problems = [
         f"{name} has no effect: {env.CONFIG.name} replaces it." for name in settings.ignored
     ]
+    if env.COMPARE_LIMIT.is_set() and not env.COMPARE.is_set():
+        problems.append(f"{env.COMPARE_LIMIT.name} has no effect: {env.COMPARE.name} is not set.")
     problems += [
         f"Unknown environment variable {name} has no effect. {advice}"
         for name, advice in env.unknown_variables()

@@ -555,6 +555,35 @@ def test_a_repaired_implementation_gets_another_chance(broken, impl):
     assert broken.get_failed_impls() == {}
 
 
+def test_another_implementation_of_the_same_id_is_asked_itself(manager, impl):
+    def absent(x):
+        return "absent"
+
+    def present(x):
+        return "present"
+
+    absent._is_available, present._is_available = lambda: False, lambda: True
+    manager.registry.register_many([impl("vendor.acme", absent), impl("reference.torch")])
+    handle = manager.bind(OP)
+    assert handle(1) == ("reference.torch", 1)
+    manager.registry.unregister(OP, "vendor.acme")
+    manager.registry.register_impl(impl("vendor.acme", present))
+    assert handle(1) == manager.call(OP, 1) == "present"
+
+
+def test_an_answer_that_a_change_overtook_is_not_kept(manager, impl):
+    answers = ["no device yet", True]
+
+    def probe():
+        answer = answers.pop(0)
+        if answers:
+            manager.bump_policy_epoch()
+        return answer
+
+    manager.registry.register_many([impl("vendor.acme", available=probe), impl("reference.torch")])
+    assert manager.call(OP, 1) == ("vendor.acme", 1)
+
+
 def test_policy_changes_leave_nothing_behind(manager, impl):
     manager.registry.register_many(
         [impl("vendor.acme", supports=lambda x: True), impl("reference.torch", "json:loads")]

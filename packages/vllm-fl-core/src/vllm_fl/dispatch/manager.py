@@ -414,7 +414,8 @@ class OpManager(state.PolicyListener):
         self._forget_choices()
 
     def _registry_changed(self) -> None:
-        """What has been replaced or removed gets another chance."""
+        """What has been replaced or removed gets another chance, and is asked again."""
+        self._availability = {}
         for op_name, failed in self._quarantine.copy().items():
             for impl_id in failed:
                 if self.registry.get_implementation(op_name, impl_id) is None:
@@ -515,10 +516,10 @@ class OpManager(state.PolicyListener):
         probe: object = impl.available
         if probe is None or not isinstance(probe, Hashable):
             probe = (impl.op_name, impl.impl_id)
-        decision = self._availability.get(probe)
-        if decision is None:
-            decision = self._availability[probe] = impl.availability()
-        return decision
+        answers = self._availability  # what is asked now is not kept beyond a change
+        if probe not in answers:
+            answers[probe] = impl.availability()
+        return answers[probe]
 
     def reinit_after_fork(self) -> None:
         """Make locks usable in a forked child, where their holder no longer runs.

@@ -4,6 +4,7 @@ import pytest
 
 from vllm_fl.dispatch import ConfigError, config, config_file, env
 from vllm_fl.dispatch.settings import SETTINGS
+from vllm_fl.dispatch.yaml_text import parse
 
 
 def load(tmp_path=None, text=None, defaults=None, **environ):
@@ -111,6 +112,10 @@ def test_orders_as_list_and_as_text(tmp_path):
         ("op_backends: {rms_norm: 3}", "rms_norm: 3 is not a list of tokens"),
         ("- a", "must hold a mapping of settings, not ['a']"),
         ("a: b: c", "is not YAML"),
+        ("prefer: vendor\nstrict: true\nprefer: flagos", "prefer is given twice: lines 1, 3."),
+        ("'prefer': vendor\nprefer: vendor", "prefer is given twice: lines 1, 2."),
+        ("op_backends:\n  rms_norm: [vendor]\n  rms_norm: [flagos]", "rms_norm is given twice"),
+        ("op_backends: {attention_backend: {decode: vendor, decode: flagos}}", "decode is given"),
     ],
 )
 def test_a_bad_file_says_where_and_what_is_allowed(tmp_path, text, message):
@@ -118,6 +123,18 @@ def test_a_bad_file_says_where_and_what_is_allowed(tmp_path, text, message):
         load(tmp_path, text)
     assert message in str(caught.value)
     assert "fl.yaml" in str(caught.value)
+
+
+def test_what_a_mapping_takes_over_from_another_is_not_given_twice(tmp_path):
+    text = """
+op_backends:
+  rms_norm: &both {decode: [vendor], prefill: [vendor]}
+  attention_backend: {<<: *both, prefill: [flagos]}
+"""
+    assert parse(text, "fl.yaml")["op_backends"] == {
+        "rms_norm": {"decode": ["vendor"], "prefill": ["vendor"]},
+        "attention_backend": {"decode": ["vendor"], "prefill": ["flagos"]},
+    }
 
 
 def test_a_missing_defaults_file_is_an_error():

@@ -291,6 +291,7 @@ def test_a_workload_file(tmp_path):
         ("{requests: 1, prompt: 1, output: 1, prompts: 1}", "Did you mean 'prompt'"),
         ("[1]", "must hold a mapping"),
         ("a: b: c", "is not YAML"),
+        ("{requests: 1, prompt: 1, output: 1, prompt: 2}", "prompt is given twice"),
     ],
 )
 def test_bad_workload_files_say_what_is_wrong(tmp_path, text, message):

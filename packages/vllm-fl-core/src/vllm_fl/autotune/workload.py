@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_fl.dispatch.config_file import read
 from vllm_fl.dispatch.errors import ConfigError, nearest
 
 
@@ -131,14 +132,9 @@ def load(text: str) -> Workload:
     path = Path(text)
     if not path.is_file():
         raise ConfigError(f"{text!r} is neither a file nor a preset. {nearest(text, PRESETS)}")
-    import yaml
+    from vllm_fl.dispatch.yaml_text import parse  # slow to import
 
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a mapping, not {content!r}.")
+    content = parse(read(path), str(path))
     known = Shape.__dataclass_fields__
     for key in content:
         if key not in known:

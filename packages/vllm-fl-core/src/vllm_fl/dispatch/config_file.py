@@ -36,7 +36,8 @@ def parse_file(text: str, source: str) -> dict[str, Value]:
     What a tuned configuration says about itself is checked and left out.
 
     Raises:
-        ConfigError: not YAML, not a mapping, an unknown key, or a value that is not allowed.
+        ConfigError: not YAML, not a mapping, a key that is unknown or given twice, or a value that
+            is not allowed.
     """
     values = {}
     for key, raw in _mapping(text, source).items():
@@ -79,17 +80,9 @@ def read_blocks(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _mapping(text: str, source: str) -> dict[Any, Any]:
-    import yaml
+    from vllm_fl.dispatch.yaml_text import parse  # slow to import
 
-    try:
-        content = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that does not exist
-        raise ConfigError(f"{source} is not YAML: {error}") from error
-    if content is None:
-        content = {}
-    if not isinstance(content, dict):
-        raise ConfigError(f"{source} must hold a mapping of settings, not {content!r}.")
-    return content
+    return parse(text, source)
 
 
 def read(path: Path) -> str:

@@ -132,6 +132,32 @@ def test_explain_names_what_nothing_has(capsys, impl):
     assert first in output(capsys, "explain", "silu_and_mul")
 
 
+@pytest.mark.parametrize(
+    ("variable", "setting"),
+    [("VLLM_FL_DENY_VENDORS", "deny_vendors"), ("VLLM_FL_ALLOW_VENDORS", "allow_vendors")],
+)
+def test_a_vendor_that_nothing_has_is_told(capsys, monkeypatch, impl, log, variable, setting):
+    get_default_manager().registry.register_impl(impl("vendor.acme"))
+    monkeypatch.setenv(variable, "acne")
+    reset_global_policy()
+    said = f"{setting}: no backend here is of the vendor 'acne'. Did you mean 'acme'? Allowed: "
+    unmatched = json.loads(output(capsys, "explain", "silu_and_mul", "--json"))["unmatched"]
+    assert [text for text in unmatched if text.startswith(said)] == unmatched
+    assert len(unmatched) == 1
+    assert said in output(capsys, "explain", "silu_and_mul")
+    assert log == []
+    assert " acne " in output(capsys, "config")
+    assert [record.getMessage() for record in log] == unmatched
+    (unmatched,) = json.loads(output(capsys, "doctor", "--json"))["unmatched"]
+    assert unmatched.startswith(said)
+    monkeypatch.setenv(variable, "acme")
+    reset_global_policy()
+    assert json.loads(output(capsys, "explain", "silu_and_mul", "--json"))["unmatched"] == []
+    output(capsys, "config")
+    assert len(log) == 1
+    assert json.loads(output(capsys, "doctor", "--json"))["unmatched"] == []
+
+
 def test_explain_a_call(capsys, impl):
     pytest.importorskip("torch")
     get_default_manager().registry.register_impl(

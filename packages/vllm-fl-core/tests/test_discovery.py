@@ -296,3 +296,15 @@ answer = get_default_manager().registry.get_implementation("silu_and_mul", "vend
 print(json.dumps([answer, record.decision.reason]))
 """
     assert wheels.python(code, VLLM_FL_PLUGIN_MODULES="plug") == [["acme", 1], ""]
+
+
+def test_the_vendor_of_a_backend_that_cannot_be_used_is_no_misspelling(acme):
+    acme.add("bolt", "raise OSError('libbolt.so')")
+    code = """
+import json
+from vllm_fl.dispatch import SelectionPolicy, get_default_manager
+policy = SelectionPolicy.from_dict(deny_vendors=["bolt", "acme", "bold"])
+print(json.dumps(get_default_manager().unmatched_vendors(policy)))
+"""
+    (said,) = acme.python(code)
+    assert "no backend here is of the vendor 'bold'. Did you mean 'bolt'?" in said

@@ -584,6 +584,19 @@ def test_an_answer_that_a_change_overtook_is_not_kept(manager, impl):
     assert manager.call(OP, 1) == ("vendor.acme", 1)
 
 
+def test_a_misspelt_vendor_is_told_once_when_the_policy_is_used(three, log):
+    set_global_policy(SelectionPolicy.from_dict(deny_vendors=["acne"], prefer="vendor"))
+    assert three.bind(OP)(1)[0] == three.call(OP, 1)[0] == "vendor.acme"
+    three.bump_policy_epoch()
+    (warning,) = (record for record in log if record.levelname == "WARNING")
+    assert warning.getMessage().startswith(
+        "deny_vendors: no backend here is of the vendor 'acne'. Did you mean 'acme'?"
+    )
+    set_global_policy(SelectionPolicy.from_dict(deny_vendors=["acme"], prefer="vendor"))
+    assert three.call(OP, 1)[0] == "default.flagos"
+    assert [record for record in log if record.levelname == "WARNING"] == [warning]
+
+
 def test_policy_changes_leave_nothing_behind(manager, impl):
     manager.registry.register_many(
         [impl("vendor.acme", supports=lambda x: True), impl("reference.torch", "json:loads")]

@@ -17,6 +17,7 @@ from vllm_fl.cli.tables import key_values, table
 from vllm_fl.dispatch.config_file import json_schema
 from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import VllmFLError
+from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
 from vllm_fl.dispatch.phases import phase_name, split_name
 from vllm_fl.dispatch.report import backends, doctor, explain
@@ -186,9 +187,11 @@ def _config(arguments: argparse.Namespace) -> str:
         return json.dumps(json_schema(), indent=2)
     _look_up(arguments)
     settings = current_config()
-    settings.policy()
+    policy = settings.policy()
     custom_ops.check_lists()
     report_unused(settings)
+    for problem in get_default_manager().unmatched_vendors(policy):
+        get_logger().warning("%s", problem)
     values = settings.values
     if arguments.json:
         return json.dumps({key: vars(value) for key, value in values.items()}, indent=2)

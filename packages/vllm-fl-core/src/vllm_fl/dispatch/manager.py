@@ -85,6 +85,7 @@ class OpManager(state.PolicyListener):
         self._callables = Callables()
         self._quarantine = Quarantine()
         self._availability: dict[object, Decision] = {}
+        self._told: set[str] = set()
         self._epoch = 0
         self._table: dict[str, Resolution] = {}
         self._scoped_tables: dict[SelectionPolicy, dict[str, Resolution]] = {}
@@ -215,6 +216,19 @@ class OpManager(state.PolicyListener):
         """Return operator, with its phase where phases have orders -> the first choice for it."""
         rankings = [r for op_name in CATALOGUE for r in self.rank_by_phase(op_name).values()]
         return {ranking.op_name: ranking.order[0] for ranking in rankings if ranking.order}
+
+    def unmatched_vendors(self, policy: SelectionPolicy | None = None) -> list[str]:
+        """Say which vendors a policy allows or denies that no backend here has: misspelt ones.
+
+        Args:
+            policy: the policy; None for the one in force here.
+        """
+        self.ensure_initialized()
+        groups = self.registry.snapshot().impls_by_op.values()
+        vendors = {impl.vendor for group in groups for impl in group if impl.vendor is not None}
+        # One that could not be loaded has nothing registered, and tells its name alone.
+        vendors |= {b.name for b in discovery.get_discovered_plugins() if not b.decision}
+        return (policy or state.get_policy()).unmatched_vendors(vendors)
 
     def resolve_candidates(self, op_name: str) -> list[OpImpl]:
         """Return the implementations that may run, first choice first.
@@ -487,6 +501,10 @@ class OpManager(state.PolicyListener):
 
     def _choose(self, op_name: str, policy: SelectionPolicy) -> Resolution:
         """Resolve an operator; an implementation that cannot be loaded gives way to the next."""
+        for problem in self.unmatched_vendors(policy):
+            if problem not in self._told:
+                self._told.add(problem)
+                logger.warning("%s", problem)
         while True:
             ranking = self.rank(op_name, policy)
             order = ranking.require(_hint())

@@ -206,6 +206,16 @@ class SelectionPolicy:
             return Decision.no(f"vendor {vendor} is not allowed (allowed: {allowed})")
         return YES
 
+    def unmatched_vendors(self, vendors: Iterable[str]) -> list[str]:
+        """Say which vendors are allowed or denied, and not among ``vendors``."""
+        named = {"allow_vendors": self.allow_vendors or (), "deny_vendors": self.deny_vendors}
+        known = frozenset(vendors)
+        return [
+            f"{setting}: no backend here is of the vendor {name!r}. {nearest(name, known)}"
+            for setting, names in named.items()
+            for name in sorted(frozenset(names) - known)
+        ]
+
     def flagos_decision(self, op_name: str) -> Decision:
         """Whether an implementation of kind DEFAULT may run the operator, and why not."""
         if self.flagos_whitelist is not None and op_name not in self.flagos_whitelist:

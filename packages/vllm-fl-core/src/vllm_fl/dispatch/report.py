@@ -40,7 +40,7 @@ def explain(
     spec = get_spec(op_name)
     policy = state.get_policy()
     decided = {
-        phase: _decided(ranking, policy.get_per_op_order(op_name, phase))
+        phase: _decided(manager, ranking, policy.get_per_op_order(op_name, phase))
         for phase, ranking in manager.rank_by_phase(op_name, policy, call).items()
     }
     return {
@@ -51,7 +51,9 @@ def explain(
     }
 
 
-def _decided(ranking: Ranking, own_order: tuple[str, ...] | None) -> dict[str, Any]:
+def _decided(
+    manager: OpManager, ranking: Ranking, own_order: tuple[str, ...] | None
+) -> dict[str, Any]:
     """Return the decisions of a ranking under the policy in force."""
     order = own_order or state.get_policy().get_default_order()
     decisions = [
@@ -79,7 +81,10 @@ def _decided(ranking: Ranking, own_order: tuple[str, ...] | None) -> dict[str, A
         "order": list(order),
         "source": _source_of_order(ranking.op_name, order),
         "implementations": rows,
-        "unmatched": _unmatched(order, [impl for impl, *_ in decisions]),
+        "unmatched": [
+            *_unmatched(order, [impl for impl, *_ in decisions]),
+            *manager.unmatched_vendors(),
+        ],
     }
 
 
@@ -182,6 +187,7 @@ def doctor(manager: OpManager) -> dict[str, Any]:
         }
         config = state.current_config()
         report["config"] = {key: vars(value) for key, value in config.values.items()}
+        report["unmatched"] = manager.unmatched_vendors()
         report["operators"] = operator_table(manager)
         rankings = [r for op in CATALOGUE for r in manager.rank_by_phase(op).values()]
         report["operators_without_implementation"] = {

@@ -36,6 +36,38 @@ def test_fn_must_be_callable_or_text():
         OpImpl("silu_and_mul", "reference.torch", BackendImplKind.REFERENCE, 3)
 
 
+@pytest.mark.parametrize("dtypes", [["float16", "bfloat16"], ("float16", "bfloat16")])
+def test_dtypes_may_be_a_list(impl, dtypes):
+    one = impl("vendor.acme", dtypes=dtypes)
+    assert one.dtypes == ("float16", "bfloat16")
+    assert {one: 1}[impl("vendor.acme", one.fn, dtypes=["float16", "bfloat16"])] == 1
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "message"),
+    [
+        ("float16", r"dtypes='float16' is not a tuple of names. Write \('float16',\)."),
+        (["float17", "float16", 16], r"unknown dtypes \['float17', 16\]. Allowed: bfloat16, "),
+    ],
+)
+def test_dtypes_that_do_not_exist(impl, dtypes, message):
+    with pytest.raises(RegistrationError, match=f"vendor.acme: {message}"):
+        impl("vendor.acme", dtypes=dtypes)
+
+
+def test_an_implementation_whose_function_has_no_hash_may_be_bound(manager, impl):
+    class Kernel:
+        __hash__ = None
+
+        def __call__(self, x):
+            return "ran", x
+
+    manager.registry.register_impl(impl("vendor.acme", Kernel()))
+    assert manager.bind("silu_and_mul")(1) == ("ran", 1)
+    handle = manager.bind("silu_and_mul")
+    assert {one.impl_id for one in manager.bound()} == {handle.impl.impl_id} == {"vendor.acme"}
+
+
 @pytest.mark.parametrize(
     ("answer", "decision"),
     [

@@ -136,7 +136,7 @@ class OpImpl:
     op_name: str
     impl_id: str
     kind: BackendImplKind
-    fn: Callable[..., Any] | str
+    fn: Callable[..., Any] | str = field(hash=False)
     vendor: str | None = None
     priority: int | None = None
     available: Callable[[], object] | None = field(default=None, hash=False)
@@ -162,10 +162,17 @@ class OpImpl:
                 f"{self.op_name}/{self.impl_id}: fn must be callable or 'package.module:function', "
                 f"got {self.fn!r}."
             )
-        unknown = set(self.dtypes or ()) - DTYPES
+        if isinstance(self.dtypes, str):
+            raise RegistrationError(
+                f"{self.op_name}/{self.impl_id}: dtypes={self.dtypes!r} is not a tuple of names. "
+                f"Write ({self.dtypes!r},)."
+            )
+        if self.dtypes is not None:
+            object.__setattr__(self, "dtypes", tuple(self.dtypes))
+        unknown = [name for name in self.dtypes or () if name not in DTYPES]
         if unknown:
             raise RegistrationError(
-                f"{self.op_name}/{self.impl_id}: unknown dtypes {sorted(unknown)}. "
+                f"{self.op_name}/{self.impl_id}: unknown dtypes {unknown}. "
                 f"Allowed: {', '.join(sorted(DTYPES))}."
             )
         if self.priority is None:

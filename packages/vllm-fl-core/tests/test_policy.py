@@ -187,3 +187,17 @@ def test_lists_become_sets():
     policy = SelectionPolicy(deny_vendors=["a"], flagos_blacklist=["rms_norm"])
     assert policy == SelectionPolicy.from_dict(deny_vendors={"a"}, flagos_blacklist=("rms_norm",))
     assert hash(policy)
+
+
+def test_a_policy_from_another_process_has_this_one_s_hash(wheels):
+    make = """
+import pickle, sys
+from vllm_fl.dispatch import SelectionPolicy
+policy = SelectionPolicy.from_dict("vendor", True, {"rms_norm": ["vendor"]}, ["a", "b"],
+                                   flagos_blacklist=["silu_and_mul"])
+"""
+    sent = wheels.process(make + "print(pickle.dumps(policy).hex())", PYTHONHASHSEED="1").stdout
+    take = f"there = pickle.loads(bytes.fromhex({sent.strip()!r}))\n"
+    check = "print([there == policy, hash(there) == hash(policy), {policy: 1}.get(there)])"
+    done = wheels.process(make + take + check, PYTHONHASHSEED="2")
+    assert done.stdout == "[True, True, 1]\n", done.stderr

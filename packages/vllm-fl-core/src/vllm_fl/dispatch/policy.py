@@ -135,6 +135,10 @@ class SelectionPolicy:
     def __hash__(self) -> int:
         return self._hash
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle as arguments: the hash of a text is another one in another process."""
+        return type(self), tuple(getattr(self, f.name) for f in fields(self) if f.init)
+
     @classmethod
     def from_dict(
         cls,

@@ -49,8 +49,9 @@ class OpRegistry:
 
         Raises:
             UnknownOperatorError: an operator is not in the catalogue.
-            RegistrationError: a function does not fit its operator's signature, or another
-                implementation has the same operator and id.
+            RegistrationError: a function does not fit its operator's signature (one given as text
+                is checked when it is loaded), or another implementation has the same operator and
+                id.
         """
         with self._lock:
             table = dict(self._snapshot.impls_by_op)

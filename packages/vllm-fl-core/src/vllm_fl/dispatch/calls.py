@@ -6,6 +6,7 @@ choice has changed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,6 @@ from vllm_fl.dispatch.types import OpImpl
 
 Function = Callable[..., Any]
 Observer = Callable[[OpImpl, Function], Function]
-Owners = dict[tuple[str, int], tuple[Function, tuple[OpImpl, ...]]]
 
 
 class Callables:
@@ -32,8 +32,7 @@ class Callables:
     def __init__(self) -> None:
         self.counters = Counters()
         self.observer: Observer | None = None
-        self._owners: Owners = {}
-        self._owners_before: Owners = {}
+        self._owners: dict[tuple[str, int], tuple[object, tuple[OpImpl, ...]]] = {}
 
     def function(self, impl: OpImpl) -> Function:
         """Return one implementation as a function, its calls counted while that is on.
@@ -74,21 +73,23 @@ class Callables:
 
         return self.own(choose_and_call, [impl for _, _, impl in steps])
 
-    def start_generation(self) -> None:
-        """Forget the functions handed out before the last change; calls of them have ended."""
-        self._owners_before, self._owners = self._owners, {}
-
     def own(self, fn: Function, impls: Sequence[OpImpl]) -> Function:
-        """Remember that ``fn`` runs the first of ``impls`` that takes its arguments."""
-        self._owners[impls[0].op_name, id(fn)] = (fn, tuple(impls))
+        """Remember, as long as ``fn`` lives, that it runs the first of ``impls`` that takes a call.
+
+        A handle or a running call keeps it alive; its number may be another function's afterwards.
+        """
+        owners, key = self._owners, (impls[0].op_name, id(fn))
+        # Few callables cannot be held weakly: objects with __slots__, which their modules keep.
+        weak = type(fn).__weakrefoffset__
+        held = weakref.ref(fn, lambda _: owners.pop(key, None)) if weak else fn
+        owners[key] = held, tuple(impls)
         return fn
 
     def owner(
         self, op_name: str, fn: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> OpImpl | None:
         """Return which implementation a call of ``fn`` ran; None if it ran none."""
-        key = (op_name, id(fn))
-        _, order = self._owners.get(key) or self._owners_before.get(key, (fn, ()))
+        _, order = self._owners.get((op_name, id(fn)), (fn, ()))
         for impl in order:
             decide = predicate(impl)
             if decide is None or decide(*args, **kwargs).accepted:

@@ -439,7 +439,6 @@ class OpManager(state.PolicyListener):
     def _forget_choices(self) -> None:
         with self._lock:
             self._epoch += 1
-            self._callables.start_generation()
             self._table = {}
             self._scoped_tables = {}
             self.functions = {}

@@ -16,6 +16,8 @@ from vllm_fl.autotune.search import make_sampler, ranked, tried
 from vllm_fl.autotune.space import needs_restart
 from vllm_fl.autotune.studies import claim, open_storage, open_study
 from vllm_fl.autotune.tuner import SEARCH_SHARE, Tuner
+from vllm_fl.dispatch.errors import ConfigError
+from vllm_fl.dispatch.tuned import installed_versions
 
 SMALL = {"silu_and_mul": PLANTED["silu_and_mul"]}
 
@@ -75,6 +77,22 @@ def name_of_study(folder, **options):
 )
 def test_a_study_is_one_of_everything_that_its_evidence_and_trials_depend_on(tmp_path, more, same):
     assert (name_of_study(tmp_path, **more) == name_of_study(tmp_path)) is same
+
+
+def test_a_study_that_is_decided_belongs_to_its_versions_too(tmp_path):
+    tuner = Tuner(Options("m", workload="smoke", storage=f"sqlite:///{tmp_path / 'study.db'}"))
+    with open_storage(tuner.options.storage) as tuner._storage:
+        study = tuner._open()
+        study.set_user_attr("evidence", {"operators": {}, "left": {}})
+        study.set_user_attr("result", {"winner": None, "trials": 0, "confirmations": []})
+        study.set_user_attr("facts", {"facts": {"versions": installed_versions()}})
+    tuner.options = dataclasses.replace(tuner.options, resume=True)
+    assert tuner.tune()["result"]["winner"] is None
+    with open_storage(tuner.options.storage) as tuner._storage:
+        versions = {**installed_versions(), "vllm-fl-core": "0.0.9"}
+        tuner._open().set_user_attr("facts", {"facts": {"versions": versions}})
+    with pytest.raises(ConfigError, match=r"made with versions .*0\.0\.9.*another --storage"):
+        tuner.tune()
 
 
 def decide(tuner, trials, **more):

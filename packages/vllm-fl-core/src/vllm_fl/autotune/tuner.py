@@ -47,6 +47,7 @@ from vllm_fl.autotune.verification import (
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.ops import get_spec
 from vllm_fl.dispatch.state import current_config, use_tuned_file
+from vllm_fl.dispatch.tuned import installed_versions
 
 CONFIRMED = 3
 """So many of the best configurations are confirmed, until one wins."""
@@ -136,7 +137,11 @@ class Tuner:
             "settings": {key: repr(value.value) for key, value in self.settings.values.items()},
         }
         sampler = make_sampler(self.options.seed)
-        return open_study(study_name(content), self._storage, sampler, self.options.resume)
+        study = open_study(study_name(content), self._storage, sampler, self.options.resume)
+        facts = study.user_attrs.get("facts")
+        if facts is not None:  # what is decided needs no engine, which would know the rest
+            _check_same(facts["facts"], {"versions": installed_versions()})
+        return study
 
     def _work(self, study: optuna.Study) -> None:
         if self._is_decided(study, self.options.trials):
@@ -235,12 +240,9 @@ class Tuner:
             ConfigError: the study was made on another device or with other versions.
         """
         here = self.arena.start(reference)
-        for key in ("device", "shape", "versions"):
-            if here["facts"][key] != facts["facts"][key]:
-                raise ConfigError(
-                    f"The study was made with {key} {facts['facts'][key]}, here it is "
-                    f"{here['facts'][key]}. Give another --storage."
-                )
+        _check_same(
+            facts["facts"], {key: here["facts"][key] for key in ("device", "shape", "versions")}
+        )
         self._prepare(here)
         self.arena.set_reference(reference)
 
@@ -433,3 +435,12 @@ class Tuner:
             for key, values in dataclasses.asdict(costs).items()
         }
         study.set_user_attr("costs", merged)
+
+
+def _check_same(made: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    for key, value in here.items():
+        if value != made[key]:
+            raise ConfigError(
+                f"The study was made with {key} {made[key]}, here it is {value}. Give another "
+                "--storage."
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 
 import pytest
@@ -58,6 +59,35 @@ class ModelledTuner(Tuner):
 
     def _verify(self, study, configuration, default):
         return {"accepted": True, "text": "trials"}
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"trials": 0}, "trials is 0; it must be a whole number from 1."),
+        ({"trials": 2.5}, "trials is 2.5; it must be a whole number from 1."),
+        ({"verify_starts": -1}, "verify_starts is -1; it must be a whole number from 0."),
+        ({"seed": -1}, "seed is -1; it must be a whole number from 0 to 4294967295."),
+        ({"seed": 2**32}, "seed is 4294967296; it must be a whole number from 0 to 4294967295."),
+        ({"seconds": 0.0}, "seconds is 0.0; it must be more than 0."),
+        ({"seconds": math.nan}, "seconds is nan; it must be more than 0."),
+        ({"trial_seconds": -1.0}, "trial_seconds is -1.0; it must be more than 0."),
+        ({"least_share": 1.5}, "least_share is 1.5; it must be from 0 to 1."),
+        ({"tolerance": -0.1}, "tolerance is -0.1; it must be a number from 0."),
+        ({"tolerance": math.nan}, "tolerance is nan; it must be a number from 0."),
+        ({"tolerance": math.inf}, "tolerance is inf; it must be a number from 0."),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(given, says):
+    with pytest.raises(ConfigError) as error:
+        Options("m", **given)
+    assert str(error.value) == says
+
+
+def test_the_least_and_the_most_are_allowed():
+    options = Options("m", trials=1, verify_starts=0, seed=2**32 - 1, least_share=0, tolerance=0.0)
+    assert (options.trials, options.verify_starts) == (1, 0)
+    make_sampler(options.seed)
 
 
 def name_of_study(folder, **options):

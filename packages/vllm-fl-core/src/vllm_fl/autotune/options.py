@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from vllm_fl.dispatch.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,9 @@ class Options:
         verify_starts: starts of engines, of each kind, that verify the winner where serving is
             other than trials are, or the settings are other than the platform's own.
         seed: of the sampler.
+
+    Raises:
+        ConfigError: a number is not allowed.
     """
 
     model: str
@@ -43,6 +49,28 @@ class Options:
     trial_seconds: float = 600.0
     verify_starts: int = 2
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        self._check_count("trials", 1)
+        self._check_count("verify_starts", 0)
+        if self.seed is not None:
+            self._check_count("seed", 0, 2**32 - 1)
+        for name in ("seconds", "trial_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} is {value!r}; it must be more than 0.")
+        if not 0 <= self.least_share <= 1:
+            raise ConfigError(f"least_share is {self.least_share!r}; it must be from 0 to 1.")
+        if self.tolerance is not None and not 0 <= self.tolerance < math.inf:
+            raise ConfigError(f"tolerance is {self.tolerance!r}; it must be a number from 0.")
+
+    def _check_count(self, name: str, least: int, most: float = math.inf) -> None:
+        value = getattr(self, name)
+        if not (isinstance(value, int) and least <= value <= most):
+            up_to = "" if most == math.inf else f" to {most}"
+            raise ConfigError(
+                f"{name} is {value!r}; it must be a whole number from {least}{up_to}."
+            )
 
 
 @dataclass(frozen=True)

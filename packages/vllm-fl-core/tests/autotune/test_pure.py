@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import random
@@ -9,6 +10,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 from vllm_fl.autotune import workload
 from vllm_fl.autotune.agreement import Continuation, agree
@@ -21,6 +23,7 @@ from vllm_fl.autotune.evidence import (
 )
 from vllm_fl.autotune.gathering import policies
 from vllm_fl.autotune.objective import Objective
+from vllm_fl.autotune.options import Progress
 from vllm_fl.autotune.space import Space, needs_restart, orders, policy
 from vllm_fl.autotune.statistics import (
     Estimate,
@@ -30,6 +33,7 @@ from vllm_fl.autotune.statistics import (
     signed_rank_index,
     widest_estimate,
 )
+from vllm_fl.cli.autotune import _shower
 from vllm_fl.dispatch import ConfigError, SelectionPolicy
 
 
@@ -301,3 +305,21 @@ def test_bad_workload_files_say_what_is_wrong(tmp_path, text, message):
         workload.load(str(file))
     with pytest.raises(ConfigError, match="Did you mean 'chat'"):
         workload.load("chatt")
+
+
+def test_the_progress_line_says_what_is_now():
+    bar = tqdm(total=9, file=io.StringIO())
+    show = _shower(bar)
+    lines = []
+    for best, left in ((None, None), (None, 720), (None, 660), (1.25, 600), (1.5, None)):
+        name = "" if best is None else "rms_norm=vendor"
+        show(Progress(done=2, trials=8, best=best, name=name, seconds_left=left))
+        lines.append(bar.postfix)
+    assert (bar.n, bar.total) == (2, 8)
+    assert lines == [
+        "",
+        "12 min left",
+        "11 min left",
+        "best 1.250x: rms_norm=vendor, 10 min left",
+        "best 1.500x: rms_norm=vendor",
+    ]

@@ -152,11 +152,11 @@ def _shower(bar: Any) -> Callable[[Any], None]:
     def show(progress: Any) -> None:
         bar.total = progress.trials
         bar.n = progress.done
+        parts = []
         if progress.best is not None:
-            bar.set_postfix_str(f"best {progress.best:.3f}x: {progress.name}"[:80], refresh=False)
+            parts.append(f"best {progress.best:.3f}x: {progress.name}"[:80])
         if progress.seconds_left is not None:
-            minutes = max(0, progress.seconds_left) / 60
-            bar.set_postfix_str(f"{bar.postfix}, {minutes:.0f} min left", refresh=False)
-        bar.refresh()
+            parts.append(f"{max(0, progress.seconds_left) / 60:.0f} min left")
+        bar.set_postfix_str(", ".join(parts))
 
     return show

@@ -9,6 +9,7 @@ from vllm_fl import autotune
 from vllm_fl.autotune import report
 from vllm_fl.autotune.arena import Costs
 from vllm_fl.autotune.report import is_worse_than_platform, verdict
+from vllm_fl.autotune.supervisor import TrialFailed
 from vllm_fl.autotune.verification import RUNS, Verification, verify
 from vllm_fl.cli.main import make_parser
 
@@ -19,9 +20,9 @@ OWN = {"rms_norm": ["c"]}
 class FakeArena:
     """An engine whose rate is that of what it is built with; a start's runs vary as given."""
 
-    def __init__(self, of_platform, own, rates, vary, starts):
+    def __init__(self, of_platform, own, rates, vary, starts, broken):
         self.of_platform, self.own, self.rates, self.vary = of_platform, own, rates, iter(vary)
-        self.starts, self.costs = starts, Costs()
+        self.starts, self.broken, self.costs = starts, broken, Costs()
 
     def start(self, configuration):
         assert self.of_platform is (configuration is None)
@@ -33,6 +34,8 @@ class FakeArena:
         return self.used
 
     def measure(self, configuration):
+        if self.starts[-1] in self.broken:
+            raise TrialFailed("out of luck")
         rate = self.rates[self.starts[-1]]
         return {"output_tokens_per_second": rate * (next(self.vary) if self.of_platform else 1.0)}
 
@@ -40,11 +43,11 @@ class FakeArena:
         pass
 
 
-def verified(default=None, own=OWN, rates=None, vary=(1.0,) * RUNS):
+def verified(default=None, own=OWN, rates=None, vary=(1.0,) * RUNS, broken=""):
     starts = []
     rates = {"a": 50.0, "b": 100.0, "c": 101.0, "vLLM": 101.0, **(rates or {})}
     how = Verification(
-        lambda of_platform: FakeArena(of_platform, own, rates, vary, starts),
+        lambda of_platform: FakeArena(of_platform, own, rates, vary, starts, broken),
         THROUGHPUT, 2, lambda costs: None,
     )  # fmt: skip
     return verify(how, WINNER, default, against_platform=True), starts
@@ -98,6 +101,33 @@ def test_a_winner_that_is_faster_than_the_platform():
 def test_a_winner_that_is_slower_than_the_default_as_it_will_serve():
     verification, _ = verified(DEFAULT, rates={"a": 200.0})
     assert not verification["accepted"]
+
+
+def test_a_winner_that_fails_as_it_will_serve():
+    verification, starts = verified(DEFAULT, broken="b")
+    assert verification == {"accepted": False, "text": "it fails as it will serve: out of luck"}
+    assert starts == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "who", "starts"),
+    [
+        ("a", ["the default"], "bacc"),
+        ("c", ["what the platform's own defaults choose"], "bacab"),
+        ("ac", ["the default", "what the platform's own defaults choose"], "bac"),
+    ],
+)
+def test_who_fails_besides_the_winner_is_named_and_not_compared(broken, who, starts):
+    verification, started = verified(DEFAULT, broken=broken, rates={"c": 80.0})
+    assert verification["accepted"]
+    assert verification["failed"] == dict.fromkeys(who, "out of luck")
+    assert started == [*starts, *("b" if broken == "a" else "")]
+    assert ("over_default" in verification) is ("a" not in broken)
+    assert ("against_platform" in verification) is ("c" not in broken)
+    assert "same_as_platform" not in verification
+    assert all(f"{name} failed and is not compared" in verification["text"] for name in who)
+    words = verdict(found(verification))
+    assert all(f"{name[1:]} failed and is not compared: out of luck." in words for name in who)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ def verdict(found: dict[str, Any]) -> str:
     sentence = f"{result['name']} is {interval(last['gain'])} times as good as the default."
     if last["verification"].get("same_as_platform"):
         sentence += " It is what the platform's own defaults choose: nothing is compared."
+    for who, reason in last["verification"].get("failed", {}).items():
+        sentence += f" {who[0].upper()}{who[1:]} failed and is not compared: {reason}."
     over = last["verification"].get("against_platform")
     if over is not None:
         sentence += f" It is {interval(over)} times as good as the platform's own defaults."

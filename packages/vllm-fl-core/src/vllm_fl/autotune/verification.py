@@ -28,6 +28,9 @@ SETTING_VARIABLES = (env.CONFIG, *(setting.variable for setting in SETTINGS))
 RUNS = 3
 """Measured in each engine."""
 
+NAMES = {"over_default": "the default", "over_platform": "what the platform's own defaults choose"}
+"""Whom the winner is compared with."""
+
 
 @dataclass(frozen=True)
 class Verification:
@@ -72,7 +75,8 @@ def verify(
         "text"; "accepted", false when it does not run or is not faster than the default in each
         pair of starts; "over_default": ratios, one a pair of starts; "against_platform": an
         estimate from all pairs of runs; or instead "same_as_platform", true, where the platform's
-        own defaults build the same model and nothing is compared.
+        own defaults build the same model and nothing is compared. "failed": who else does not run,
+        and is not compared -> why.
     """
     rivals: dict[str, Configuration | None] = {}
     if default is not None:
@@ -82,12 +86,15 @@ def verify(
     if not rivals or not how.starts:
         return {"accepted": True, "text": "trials" + (", not as it will serve" if default else "")}
     try:
-        runs = _started_anew(how, {"winner": winner, **rivals})
+        runs, failed = _started_anew(how, {"winner": winner, **rivals})
     except TrialFailed as failure:
         return {"accepted": False, "text": f"it fails as it will serve: {failure}"}
     found: dict[str, Any] = {"accepted": True}
     texts = []
-    if "over_default" in rivals:
+    if failed:
+        found["failed"] = {NAMES[name]: reason for name, reason in failed.items()}
+        texts += [f"{who} failed and is not compared" for who in found["failed"]]
+    if "over_default" in runs:
         ratios = [
             how.objective.ratio(_medians(ours), _medians(theirs))
             for ours, theirs in zip(runs["winner"], runs["over_default"], strict=True)
@@ -104,7 +111,7 @@ def verify(
         estimate = widest_estimate(pairs)
         found["against_platform"] = finite(asdict(estimate))
         texts.append(f"over the platform's own defaults {estimate}")
-    elif "over_platform" in rivals:
+    elif "over_platform" in rivals.keys() - failed:
         found["same_as_platform"] = True
         texts.append("it is what the platform's own defaults choose")
     return {**found, "text": "; ".join(("trials", *texts))}
@@ -116,13 +123,18 @@ def _medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 def _started_anew(
     how: Verification, contenders: Mapping[str, Configuration | None]
-) -> dict[str, list[list[Mapping[str, float]]]]:
-    """Return name -> the runs of each start; None stands for the platform's own defaults.
+) -> tuple[dict[str, list[list[Mapping[str, float]]]], dict[str, str]]:
+    """Return name -> the runs of each start, and name -> why it failed and is left out.
 
-    Those, the last, are left out where they build the same model as the winner, the first.
+    None stands for the platform's own defaults. Those, the last, are left out, too, where they
+    build the same model as the winner, the first.
+
+    Raises:
+        TrialFailed: the winner does not run.
     """
     runs: dict[str, list[list[Mapping[str, float]]]] = {name: [] for name in contenders}
     used: dict[str, Any] = {}
+    failed: dict[str, str] = {}
     for number in range(how.starts):
         order = list(contenders.items())
         for name, configuration in order if number % 2 == 0 else reversed(order):
@@ -136,7 +148,12 @@ def _started_anew(
                     del runs[name]
                     continue
                 runs[name].append([arena.measure(configuration or {}) for _ in range(RUNS)])
+            except TrialFailed as failure:
+                if name == "winner":
+                    raise
+                failed[name] = str(failure)
+                del runs[name]
             finally:
                 arena.stop()
                 how.spent(arena.costs)
-    return runs
+    return runs, failed

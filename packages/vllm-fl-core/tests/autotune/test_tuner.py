@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import tempfile
 import time
 
 import pytest
@@ -21,6 +22,11 @@ from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.tuned import installed_versions
 
 SMALL = {"silu_and_mul": PLANTED["silu_and_mul"]}
+
+
+@pytest.fixture(autouse=True)
+def folders_of_logs(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 class Restarted(ModelledArena):
@@ -56,6 +62,9 @@ class ModelledTuner(Tuner):
 
     def _winner(self, study, space, configuration, confirmations):
         return {"winner": configuration, "confirmations": confirmations}
+
+    def _engines_to_verify(self, study):
+        return 0
 
     def _verify(self, study, configuration, default):
         return {"accepted": True, "text": "trials"}
@@ -269,6 +278,45 @@ def test_a_confirmation_outlives_what_ends_its_verification(process, monkeypatch
     (entry,) = result["confirmations"]
     assert entry["verification"]["accepted"]
     assert entry["rounds"] == LOOKS[0]
+
+
+@pytest.mark.parametrize(("engines", "seconds"), [(4, 399.0), (1, 99.0)])
+def test_a_verification_for_which_there_is_no_time_is_left_to_who_goes_on(
+    process, waits, engines, seconds
+):
+    first, second = process(seconds=seconds), process(seconds=engines * 100.0 + 1)
+    for one in (first, second):
+        one.arena.costs = Costs(starts=[100.0, 90.0])
+        one._engines_to_verify = lambda study: engines
+    with pytest.raises(OutOfTime, match=f"the {engines} engine starts .* silu_and_mul=vendor, w"):
+        first.work()
+    assert first.verified == 0
+    result = second.work()
+    assert measured(second, "vendor") == 0
+    assert second.verified == 1
+    assert result["winner"] == {"silu_and_mul": "vendor"}
+
+
+@pytest.mark.parametrize(
+    ("graphs", "eager", "own", "starts", "engines"),
+    [
+        (True, False, True, 2, 4),
+        (True, False, False, 2, 6),
+        (True, True, False, 2, 4),
+        (False, False, False, 3, 6),
+        (False, False, True, 2, 0),
+        (True, False, False, 0, 0),
+    ],
+)
+def test_as_many_engines_verify_as_there_is_to_compare(
+    tmp_path, monkeypatch, graphs, eager, own, starts, engines
+):
+    monkeypatch.setattr("vllm_fl.autotune.tuner.is_platform_s_own", lambda settings: own)
+    tuner = Tuner(Options("m", engine={"enforce_eager": eager}, verify_starts=starts))
+    with open_storage(f"sqlite:///{tmp_path / 'study.db'}") as tuner._storage:
+        study = tuner._open()
+        study.set_user_attr("facts", {"graphs": graphs})
+        assert tuner._engines_to_verify(study) == engines
 
 
 def interrupt(*_):

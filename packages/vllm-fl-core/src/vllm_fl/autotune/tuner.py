@@ -292,9 +292,10 @@ class Tuner:
         search.plant_seeds()
         search.run()
 
-    def _over(self) -> bool:
+    def _over(self, more: float = 0.0) -> bool:
+        """Whether the time is used up, or would be after so many seconds more."""
         seconds = self.options.seconds
-        return seconds is not None and time.monotonic() >= self._began + seconds
+        return seconds is not None and time.monotonic() + more >= self._began + seconds
 
     def _decide(self, study: optuna.Study, space: Space) -> dict[str, Any]:
         """Confirm the best configurations, one after another, until one wins.
@@ -327,13 +328,19 @@ class Tuner:
         """Confirm and verify a trial's configuration, as far as that has not been decided before.
 
         Raises:
-            OutOfTime: the time was used up before anything was decided.
+            OutOfTime: there was no time to decide.
         """
         found = kept(study, trial)
         if found is None:
             found = self._compare(space, trial.params)
             keep(study, trial, found)
         if "verification" not in found and not is_refuted(found):
+            engines = self._engines_to_verify(study)
+            if engines and self._over(engines * max(self.arena.costs.starts, default=0.0)):
+                raise OutOfTime(
+                    f"there was no time for the {engines} engine starts that verify "
+                    f"{space.name(trial.params)}, which is confirmed"
+                )
             found["verification"] = self._verify(study, trial.params, space.default)
             if self.options.verify_starts:  # otherwise nothing was measured
                 keep(study, trial, found)
@@ -394,11 +401,18 @@ class Tuner:
             "confirmations": confirmations,
         }
 
+    def _rivals(self, study: optuna.Study) -> tuple[bool, bool]:
+        """Whether a winner is verified against the default, and against the platform's own."""
+        as_trials = not study.user_attrs["facts"]["graphs"] or self._runs_like_trials()
+        return not as_trials, not is_platform_s_own(self.settings)
+
+    def _engines_to_verify(self, study: optuna.Study) -> int:
+        rivals = sum(self._rivals(study))
+        return self.options.verify_starts * (1 + rivals) if rivals else 0
+
     def _verify(
         self, study: optuna.Study, configuration: Mapping[str, str], default: Mapping[str, str]
     ) -> dict[str, Any]:
-        facts = study.user_attrs["facts"]
-
         def engine(of_platform: bool) -> EngineArena:
             made = EngineArena(
                 self.arguments,
@@ -412,16 +426,19 @@ class Tuner:
             made.requests = self.arena.requests
             return made
 
-        trials_like_serving = not facts["graphs"] or self._runs_like_trials()
-        settings_of_platform = is_platform_s_own(self.settings)
-        starts = self.options.verify_starts
-        if starts and not (trials_like_serving and settings_of_platform):
+        against_default, against_platform = self._rivals(study)
+        if self._engines_to_verify(study):
             self.arena.stop()  # the memory is needed
         return verify(
-            Verification(engine, self.objective, starts, lambda c: self._note_costs(study, c)),
+            Verification(
+                engine,
+                self.objective,
+                self.options.verify_starts,
+                lambda costs: self._note_costs(study, costs),
+            ),
             configuration,
-            None if trials_like_serving else default,
-            not settings_of_platform,
+            default if against_default else None,
+            against_platform,
         )
 
     def _runs_like_trials(self) -> bool:

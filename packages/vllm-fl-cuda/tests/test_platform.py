@@ -263,7 +263,8 @@ common = dict(head_size=128, dtype="bfloat16", kv_cache_dtype="auto", block_size
 answers = {{}}
 with set_current_vllm_config(VllmConfig()):
     for name, (asked, needs, policy) in {questions}.items():
-        set_global_policy(SelectionPolicy.from_dict(**policy))
+        if policy is not None:  # else the platform's defaults are in force
+            set_global_policy(SelectionPolicy.from_dict(**policy))
         needs = {{**common, **needs}}
         needs["dtype"] = getattr(torch, needs["dtype"])
         try:
@@ -316,7 +317,7 @@ def test_who_chooses_the_attention_backend():
 
 
 def test_the_defaults_decode_with_flagos_and_prefill_with_flash_attention():
-    asked = {"nothing special": QUESTIONS["nothing special"]}
-    assert run(ATTENTION.format(questions=asked, planted=FLAGOS))["nothing special"] == (
+    asked = {"the defaults": (None, {}, None)}
+    assert run(ATTENTION.format(questions=asked, planted=FLAGOS))["the defaults"] == (
         "vllm_fl.integration.phased_attention.DecodeFlagosBackendPrefillFlashAttentionBackend"
     )

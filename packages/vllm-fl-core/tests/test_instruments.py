@@ -258,6 +258,32 @@ def test_nothing_is_compared_with_itself_and_equal_infinities_are_equal(manager,
 
 
 @pytest.mark.parametrize(
+    ("token", "reason"),
+    [
+        ("vendor:acme", "vendor.acme: no device"),
+        ("impl:vendor.broken", "Cannot import 'no_such_module'"),
+        ("impl:mine", "the order for silu_and_mul is impl:mine"),
+    ],
+)
+def test_without_a_yardstick_the_layer_says_who_asked_for_it(manager, impl, token, reason):
+    manager.registry.register_many(
+        [
+            impl("vendor.acme", available=lambda: "no device"),
+            impl("vendor.broken", "no_such_module:f"),
+            impl("default.flagos"),
+        ]
+    )
+    manager.comparison = Comparison({OP: token}, None)
+    handle = manager.bind(OP)
+    with pytest.raises(ConfigError) as caught:
+        handle(1)
+    said = f"VLLM_FL_COMPARE: nothing to compare silu_and_mul with ({token}). "
+    assert str(caught.value).startswith(said)
+    assert reason in str(caught.value)
+    assert manager.get_failed_impls() == {}
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
         ("rmsnorm=reference", "Did you mean 'rms_norm'"),

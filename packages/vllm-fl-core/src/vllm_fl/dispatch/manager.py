@@ -23,6 +23,7 @@ from vllm_fl.dispatch.errors import (
     ConfigError,
     RegistrationError,
     UnknownOperatorError,
+    VllmFLError,
     add_context,
 )
 from vllm_fl.dispatch.exits import at_exit
@@ -468,13 +469,19 @@ class OpManager(state.PolicyListener):
         op_name = handle.op_name
         if self.comparison is None or op_name not in self.comparison.yardsticks:
             return resolution.fn
-        order = ((op_name, (self.comparison.yardsticks[op_name],)),)
-        policy = replace(handle.scoped or state.get_global_policy(), per_op_order=order)
-        other = self.rank(op_name, policy).require(_hint())[0]
+        token = self.comparison.yardsticks[op_name]
+        policy = handle.scoped or state.get_global_policy()
+        policy = replace(policy, per_op_order=((op_name, (token,)),))
+        try:
+            other = self.rank(op_name, policy).require()[0]
+            yardstick = other.load()
+        except VllmFLError as error:
+            raise ConfigError(
+                f"{env.COMPARE.name}: nothing to compare {op_name} with ({token}). {error}"
+            ) from error
         if other == resolution.impl:
             logger.info("%s of %s is not compared with itself.", other.impl_id, op_name)
             return resolution.fn
-        yardstick = other.load()
         fn = self.comparison.compared(op_name, handle.number, resolution.fn, yardstick)
         return self._callables.own(fn, resolution.order)
 

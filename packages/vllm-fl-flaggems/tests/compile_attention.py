@@ -39,11 +39,7 @@ def compiled(
         "sinks": None, "slopes": None, "causal": None,
     }  # fmt: skip
     if not isinstance(tile, tiles.DecodeTile):
-        constants |= {
-            "SETTLE": tile.settled,
-            "BLOCK_STRIDE": page * 8 * 2 * size,
-            "TOKEN_STRIDE": 8 * 2 * size,
-        }
+        constants |= {"BLOCK_STRIDE": page * 8 * 2 * size, "TOKEN_STRIDE": 8 * 2 * size}
     else:
         constants |= {"KV_HEADS": 8, "JOINED": tile.splits > 1}
         if tile.splits == 1:
@@ -68,8 +64,6 @@ def compiled(
         attrs=attributes,
     )
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    if tile.registers is not None:
-        options["maxnreg"] = tile.registers
     remarks = io.StringIO()
     with contextlib.redirect_stdout(remarks):
         found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

@@ -94,8 +94,6 @@ class AttentionTile:
         stages: tiles of keys and values that are loaded ahead, with the one in use.
         registers: most that a thread may have, or None. With 128 two programs of eight warps run
             on a multiprocessor, and one multiplies while the other makes its weights.
-        settled: whether a tile's products end before the next tile, on Hopper. What stays in flight
-            takes registers.
     """
 
     block_m: int
@@ -104,7 +102,6 @@ class AttentionTile:
     warps: int
     stages: int
     registers: int | None = None
-    settled: bool = False
 
     def tokens(self, group: int) -> int:
         """Return the query tokens of a program, of ``group`` heads to a key/value head."""
@@ -187,7 +184,7 @@ def prefill_tile(size: int, itemsize: int, rows: int) -> AttentionTile:
     if rows <= 64:
         return AttentionTile(64, 64 if block_d <= 128 else 32, block_d, 4, 3)
     if block_d <= 128:
-        return AttentionTile(128, 64, block_d, 8, 2, 128, settled=block_d == 128)
+        return AttentionTile(128, 64, block_d, 8, 2, 128)
     return AttentionTile(128, 32, block_d, 8, 2)
 
 
@@ -265,7 +262,6 @@ def prefill_rivals(size: int) -> Iterator[AttentionTile]:
                     yield AttentionTile(block_m, block_n, block_d, warps, stages)
                     if values <= 64:
                         yield AttentionTile(block_m, block_n, block_d, warps, stages, 128)
-                        yield AttentionTile(block_m, block_n, block_d, warps, stages, 128, True)
 
 
 def decode_rivals(size: int, rows: int) -> Iterator[DecodeTile]:

@@ -17,8 +17,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vllm_fl_flaggems.kernels.launch import settle
-
 LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
 """Where maxima start: below every score, and finite, so that differences are numbers."""
 
@@ -120,7 +118,6 @@ def attend(
     CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     PRECISION: tl.constexpr,
-    SETTLE: tl.constexpr,
 ):
     """Attend to the keys of the tiles that begin in ``[begin, end)``; return the new state.
 
@@ -146,7 +143,6 @@ def attend(
         block_stride, token_stride: elements from block to block and from token to token.
         PAGE: tokens of a cache block.
         CAUSAL: 0 no, 1 yes, 2 as ``is_causal`` says.
-        SETTLE: whether a tile's products end before the next tile.
     """
     column = tl.arange(0, BLOCK_D)
     row = tl.arange(0, BLOCK_N)
@@ -183,5 +179,4 @@ def attend(
         total = total * shrink + tl.sum(weights, axis=1)
         accumulator = accumulator * shrink[:, None]
         accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision=PRECISION)
-        accumulator = settle(accumulator, SETTLE)
     return accumulator, top, total

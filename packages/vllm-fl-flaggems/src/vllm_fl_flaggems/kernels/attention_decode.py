@@ -133,7 +133,7 @@ def _decode_kernel(
             accumulator, top, total, q, keys, values, table,
             start, stop, first_key, stop,
             position, is_causal, window, scale, cap, slope, block_stride, token_stride,
-            D, BLOCK_D, BLOCK_N, PAGE, CAUSAL, WINDOW, CAP, ALIBI, PRECISION, False,
+            D, BLOCK_D, BLOCK_N, PAGE, CAUSAL, WINDOW, CAP, ALIBI, PRECISION,
         )  # fmt: skip
         # A row may see no key of its part.
         result = accumulator / tl.where(total > 0, total, 1.0)[:, None]

@@ -1,8 +1,6 @@
 """A walk over tiles of cached keys of which every row sees every key: no masks.
 
-The product of weights and values is left in flight, and ends with the scores of the next tile,
-unless it is to be settled: a thread with few registers cannot keep what both need, and the compiler
-would then wait for each instruction of every product.
+The product of weights and values is left in flight, and ends with the scores of the next tile.
 """
 
 # ruff: noqa: ANN001, ANN201, ANN202  (a Triton function's parameters have no Python types)
@@ -14,7 +12,6 @@ import triton
 import triton.language as tl
 
 from vllm_fl_flaggems.kernels.attention import biased, softmax
-from vllm_fl_flaggems.kernels.launch import settle
 
 
 @triton.jit
@@ -85,7 +82,6 @@ def attend_full(
     CAP: tl.constexpr,
     ALIBI: tl.constexpr,
     PRECISION: tl.constexpr,
-    SETTLE: tl.constexpr,
 ):
     """As ``attention.attend``, of tiles of which every row sees every key; return the new state.
 
@@ -107,5 +103,4 @@ def attend_full(
             total = total * shrink + tl.sum(weights, axis=1)
             accumulator = accumulator * shrink[:, None]
             accumulator = tl.dot(weights.to(v.dtype), v, accumulator, input_precision=PRECISION)
-            accumulator = settle(accumulator, SETTLE)
     return accumulator, top, total

@@ -17,12 +17,7 @@ from torch import Tensor
 
 from vllm_fl_flaggems.kernels.attention import LOG2_E, LOWEST, attend, locate
 from vllm_fl_flaggems.kernels.attention_full import attend_full
-from vllm_fl_flaggems.kernels.launch import (
-    launch_options,
-    register_limit,
-    settle_options,
-    wait_for_inputs,
-)
+from vllm_fl_flaggems.kernels.launch import launch_options, register_limit, wait_for_inputs
 from vllm_fl_flaggems.tiles import AttentionTile, heads_together
 
 _SEARCHED = tl.constexpr(256)  # requests that a step of the search looks at
@@ -87,7 +82,6 @@ def _prefill_kernel(
     SINKS: tl.constexpr,
     ALIBI: tl.constexpr,
     PRECISION: tl.constexpr,
-    SETTLE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     wait_for_inputs(OVERLAP)
@@ -161,18 +155,18 @@ def _prefill_kernel(
                 accumulator, top, total, q, keys, values, table,
                 first_tile, tl.minimum(full, end_key), first_key, end_key,
                 position, is_causal, window, scale, cap, slope, BLOCK_STRIDE, TOKEN_STRIDE,
-                D, BLOCK_D, BLOCK_N, PAGE, CAUSAL, WINDOW, CAP, ALIBI, PRECISION, SETTLE,
+                D, BLOCK_D, BLOCK_N, PAGE, CAUSAL, WINDOW, CAP, ALIBI, PRECISION,
             )  # fmt: skip
         accumulator, top, total = attend(
             accumulator, top, total, q, keys, values, table,
             after, end_key, first_key, end_key,
             position, is_causal, window, scale, cap, slope, BLOCK_STRIDE, TOKEN_STRIDE,
-            D, BLOCK_D, BLOCK_N, PAGE, CAUSAL, WINDOW, CAP, ALIBI, PRECISION, SETTLE,
+            D, BLOCK_D, BLOCK_N, PAGE, CAUSAL, WINDOW, CAP, ALIBI, PRECISION,
         )  # fmt: skip
         accumulator, top, total = attend_full(
             accumulator, top, total, q, keys, values, table,
             full, after, position, scale, cap, slope, BLOCK_STRIDE, TOKEN_STRIDE,
-            D, BLOCK_D, BLOCK_N, PAGE, CAP, ALIBI, PRECISION, SETTLE,
+            D, BLOCK_D, BLOCK_N, PAGE, CAP, ALIBI, PRECISION,
         )  # fmt: skip
         result = accumulator / total[:, None]
         # Where the rows go is worked out again, from numbers that are known only now: kept since
@@ -279,6 +273,5 @@ def prefill(
         num_warps=tile.warps,
         num_stages=tile.stages,
         **register_limit(tile.registers),
-        **settle_options(tile.settled),
         **launch_options(),
     )

@@ -46,18 +46,6 @@ def register_limit(registers: int | None) -> dict[str, int]:
 
 
 @functools.cache
-def settle_options(settled: bool) -> dict[str, bool]:
-    """Return the keyword argument that says whether products end with their tile.
-
-    Only on Hopper are they in flight otherwise.
-    """
-    if INTERPRETED:
-        return {"SETTLE": False}
-    target = triton.runtime.driver.active.get_current_target()
-    return {"SETTLE": settled and target.backend == "cuda" and target.arch // 10 == 9}
-
-
-@functools.cache
 def shared_memory() -> int:
     """Return how many bytes of shared memory a program can have; asks the driver once a process."""
     if INTERPRETED:
@@ -73,19 +61,6 @@ def wait_for_inputs(OVERLAP: tl.constexpr):
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
-
-
-@triton.jit
-def settle(accumulator, SETTLE: tl.constexpr):
-    """Return the sums of a product; with SETTLE not before all of it has run.
-
-    The instruction that they go through is none: it makes the compiler wait for them here.
-    """
-    if SETTLE:
-        accumulator = tl.inline_asm_elementwise(
-            "", "=f,0", [accumulator], dtype=tl.float32, is_pure=True, pack=1
-        )
-    return accumulator
 
 
 @triton.jit

@@ -11,13 +11,17 @@ import time
 import pytest
 from modelled import PLANTED, THROUGHPUT, ModelledArena, search
 
+from vllm_fl.autotune import workload as workloads
+from vllm_fl.autotune.agreement import Continuation
 from vllm_fl.autotune.arena import Costs
+from vllm_fl.autotune.evidence import Evidence, OperatorEvidence
 from vllm_fl.autotune.measuring import LOOKS, OutOfTime
 from vllm_fl.autotune.options import Options
 from vllm_fl.autotune.search import make_sampler, ranked, tried
 from vllm_fl.autotune.space import needs_restart
 from vllm_fl.autotune.studies import claim, open_storage, open_study
 from vllm_fl.autotune.tuner import SEARCH_SHARE, Tuner
+from vllm_fl.dispatch.config import load
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.tuned import installed_versions
 
@@ -439,3 +443,37 @@ def test_the_time_ends_the_wait_for_another_process_s_confirmation(process, wait
     ):
         mine.work()
     assert sum(waits) == 20
+
+
+def test_an_engine_for_kept_evidence_is_built_with_the_default(tmp_path):
+    """Not with the reference: plain PyTorch may be impossible to capture in a graph."""
+    outputs = [Continuation((-0.5, -1.25), (7,), ({7: -0.25, 9: -3.0},))]
+    here = {"device": "d", "shape": [1], "versions": {"torch": "2"}}
+    facts = {
+        "facts": here, "graphs": True, "dtype": "bfloat16", "vocabulary": 100,
+        "policy": {"prefer": "flagos"},
+    }  # fmt: skip
+    operator = OperatorEvidence(available=("flagos", "reference"), share=1.0, calls={}, live=())
+    started = []
+
+    class Arena(Restarted):
+        reference = None
+
+        def start(self, configuration):
+            started.append((configuration, self.arguments["compilation_config"]))
+            return facts
+
+    tuner = ModelledTuner(Options("m"))
+    tuner.arena, tuner.arguments = Arena(SMALL), {"model": "m"}
+    tuner.workload, tuner.settings = workloads.load("smoke"), load(environ={})
+    with open_storage(f"sqlite:///{tmp_path / 'study.db'}") as tuner._storage:
+        study = tuner._open()
+        study.set_user_attr("facts", facts)
+        study.set_user_attr("reference", {"silu_and_mul": "reference"})
+        study.set_user_attr("reference_outputs", [vars(output) for output in outputs])
+        study.set_user_attr("evidence", Evidence({"silu_and_mul": operator}).to_dict())
+        tuner._evidence(study)
+    assert started == [
+        ({"silu_and_mul": "flagos"}, {"cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0})
+    ]
+    assert tuner.arena.reference == outputs

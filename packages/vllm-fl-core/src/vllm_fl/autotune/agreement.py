@@ -24,7 +24,7 @@ WORST = 10
 
 @dataclass(frozen=True)
 class Continuation:
-    """What was generated for one prompt.
+    """What was generated for one prompt; ``vars`` of it are JSON-ready.
 
     Attributes:
         prompt: log-probability of each token of the prompt but the first.
@@ -38,7 +38,7 @@ class Continuation:
 
     @classmethod
     def from_dict(cls, content: dict[str, Any]) -> Continuation:
-        """Read what an engine answers; JSON has made the tokens text."""
+        """Read what an engine answers, or what was kept; JSON has made the tokens text."""
         steps = ({int(t): value for t, value in step.items()} for step in content["steps"])
         return cls(tuple(content["prompt"]), tuple(content["tokens"]), tuple(steps))
 

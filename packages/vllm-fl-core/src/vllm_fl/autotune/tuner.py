@@ -18,7 +18,7 @@ from optuna.trial import FrozenTrial
 
 from vllm_fl.autotune import result as results
 from vllm_fl.autotune import workload as workloads
-from vllm_fl.autotune.agreement import MEAN_TOLERANCE
+from vllm_fl.autotune.agreement import MEAN_TOLERANCE, Continuation
 from vllm_fl.autotune.arena import CHECK_LENGTHS, CHECK_NEW_TOKENS, Costs, EngineArena, Limits
 from vllm_fl.autotune.decisions import is_refuted, keep, kept
 from vllm_fl.autotune.evidence import Evidence
@@ -34,7 +34,7 @@ from vllm_fl.autotune.measuring import (
 from vllm_fl.autotune.objective import Objective
 from vllm_fl.autotune.options import Options, Progress
 from vllm_fl.autotune.search import Search, best, make_sampler, ranked, tried
-from vllm_fl.autotune.space import Space, needs_restart, orders
+from vllm_fl.autotune.space import Configuration, Space, needs_restart, orders
 from vllm_fl.autotune.studies import claim, open_storage, open_study, study_name
 from vllm_fl.autotune.summary import summary
 from vllm_fl.autotune.supervisor import TrialFailed
@@ -208,7 +208,9 @@ class Tuner:
         self.arena.arguments = self._search_arguments(facts["graphs"])
         self.arena.policy_of, self.arena.live = policies(evidence, facts["policy"]), evidence.live
         if self.arena.reference is None:  # the evidence is another process's
-            self._start_like(facts, study.user_attrs["reference"])
+            kept = study.user_attrs["reference_outputs"]
+            self._start_like(facts, evidence.space().default)
+            self.arena.reference = [Continuation.from_dict(content) for content in kept]
         return evidence
 
     def _gather(self, study: optuna.Study) -> None:
@@ -224,6 +226,8 @@ class Tuner:
         study.set_user_attr("workload", self.workload.summary)
         study.set_user_attr("objective", str(self.objective))
         study.set_user_attr("reference", reference)
+        assert self.arena.reference is not None
+        study.set_user_attr("reference_outputs", [vars(c) for c in self.arena.reference])
         study.set_user_attr("evidence", evidence.to_dict())
 
     def _prepare(self, facts: Mapping[str, Any]) -> None:
@@ -233,18 +237,19 @@ class Tuner:
             tolerance = MEAN_TOLERANCE.get(facts["dtype"], max(MEAN_TOLERANCE.values()))
         self.arena.tolerance = tolerance
 
-    def _start_like(self, facts: Mapping[str, Any], reference: dict[str, str]) -> None:
-        """Start an engine for a study whose evidence is there.
+    def _start_like(self, facts: Mapping[str, Any], default: Configuration) -> None:
+        """Start an engine for a study whose evidence is there, built with the default.
+
+        The reference may be plain PyTorch, of which no graphs can be captured.
 
         Raises:
             ConfigError: the study was made on another device or with other versions.
         """
-        here = self.arena.start(reference)
+        here = self.arena.start(default)
         _check_same(
             facts["facts"], {key: here["facts"][key] for key in ("device", "shape", "versions")}
         )
         self._prepare(here)
-        self.arena.set_reference(reference)
 
     def _search_arguments(self, graphs: bool) -> dict[str, Any]:
         """Return the arguments of the engine that is re-bound: not compiled, with graphs."""

@@ -20,6 +20,7 @@ from vllm_fl.autotune.options import Options
 from vllm_fl.autotune.search import make_sampler, ranked, tried
 from vllm_fl.autotune.space import needs_restart
 from vllm_fl.autotune.studies import claim, open_storage, open_study
+from vllm_fl.autotune.supervisor import TrialFailed
 from vllm_fl.autotune.tuner import SEARCH_SHARE, Tuner
 from vllm_fl.dispatch.config import load
 from vllm_fl.dispatch.errors import ConfigError
@@ -477,3 +478,22 @@ def test_an_engine_for_kept_evidence_is_built_with_the_default(tmp_path):
         ({"silu_and_mul": "flagos"}, {"cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0})
     ]
     assert tuner.arena.reference == outputs
+
+
+def test_when_the_default_cannot_run_the_logs_are_kept_and_named(tmp_path):
+    class Failing(ModelledTuner):
+        def _work(self, study):
+            (self._folder / "engine.log").write_text("what vLLM printed")
+            raise TrialFailed("the engine's process ended")
+
+    tuner = Failing(Options("m", storage=f"sqlite:///{tmp_path / 'study.db'}"))
+    tuner.arguments, tuner.settings = {"model": "m"}, load(environ={})
+    tuner.workload, tuner._folder = workloads.load("smoke"), tmp_path / "logs"
+    tuner._folder.mkdir()
+    tuner.arena.stop = lambda: None
+    with pytest.raises(TrialFailed) as error:
+        tuner.tune()
+    ended, where = str(error.value).splitlines()
+    assert ended == "the engine's process ended"
+    assert where == f"What the engines printed is in {tmp_path / 'logs'}."
+    assert (tmp_path / "logs" / "engine.log").read_text() == "what vLLM printed"

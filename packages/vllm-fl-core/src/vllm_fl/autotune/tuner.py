@@ -104,7 +104,7 @@ class Tuner:
 
         Raises:
             ConfigError: the study exists and is not to be resumed, or belongs to other versions.
-            TrialFailed: the default itself cannot run.
+            TrialFailed: the default itself cannot run; the text says where its log is.
         """
         interrupted, undecided = False, ""
         with open_storage(self.options.storage) as self._storage:
@@ -118,10 +118,13 @@ class Tuner:
                 except OutOfTime as end:
                     undecided = str(end)
                     self.tell(undecided)
+                except TrialFailed as failure:
+                    where = f"What the engines printed is in {self._folder}."
+                    raise TrialFailed(f"{failure}\n{where}") from failure
             finally:
                 self.arena.stop()
                 self._note_costs(study, self.arena.costs)
-            shutil.rmtree(self._folder)  # the logs are for when it raises
+            shutil.rmtree(self._folder)
             return summary(study, self.options.storage, interrupted, undecided)
 
     def _open(self) -> optuna.Study:

@@ -64,6 +64,8 @@ def compiled(
         attrs=attributes,
     )
     options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    if tile.registers is not None:
+        options["maxnreg"] = tile.registers
     remarks = io.StringIO()
     with contextlib.redirect_stdout(remarks):
         found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

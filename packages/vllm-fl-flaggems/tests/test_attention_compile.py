@@ -25,7 +25,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int
 
 
 def test_no_loop_spills_and_all_of_it_fits(kernels: dict[str, dict[str, int]]) -> None:
-    """Prefill may keep 8 registers of a thread on the stack: heads of 256, and of 128 by Triton 3.9."""
+    """Prefill may keep 8 registers of a thread on the stack, with heads of 128 by Triton 3.9."""
     assert len(kernels) == 9
     spilled = {name: facts["stack"] for name, facts in kernels.items() if facts["stack"]}
     assert spilled.keys() <= {"prefill 128 16", "prefill 256 16"}

@@ -37,14 +37,15 @@ def test_modes_are_configurations(tmp_path):
     assert Mode.parse("default", tmp_path) == Mode("default", {})
     configs = {
         mode: load(environ=Mode.parse(mode, tmp_path).environ)
-        for mode in ("null", "vendor", "flagos", "flagos-gemm")
+        for mode in ("null", "vendor", "flagos")
     }
     assert not any(configs["null"].oot_decision(op) for op in CATALOGUE)
     assert all(configs["vendor"].oot_decision(op) for op in CATALOGUE)
-    for mode in ("flagos", "flagos-gemm"):
-        policy = configs[mode].policy()
-        assert {policy.get_per_op_order(op) for op in CATALOGUE} == {("flagos",)}
-    assert configs["flagos-gemm"]["use_flaggems"] is True
+    policy = configs["flagos"].policy()
+    assert {policy.get_per_op_order(op) for op in CATALOGUE} == {("flagos",)}
+    products = json.loads(Mode.parse("flagos-gemm", tmp_path).configuration)
+    assert {*products.pop("flagos_whitelist")} == {*CATALOGUE, "mm", "addmm", "bmm"}
+    assert products == json.loads(Mode.parse("flagos", tmp_path).configuration)
 
 
 def test_a_mode_of_one_s_own(tmp_path):

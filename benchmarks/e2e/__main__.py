@@ -8,10 +8,11 @@ Run from the top of the repository, with the wheels installed. A mode is a way t
 ``native`` is without vllm-fl (VLLM_PLUGINS=''), ``control`` the same once more, whose ratio says
 how well the run can tell, ``null`` with vllm-fl and every layer left to vLLM, ``default`` with the
 platform's defaults file, ``vendor`` with everything dispatched, vendors first, ``flagos`` with
-everything on flagos alone, attention and experts included, ``flagos-gemm`` the same with flag_gems
-running PyTorch's own operators, matrix products among them, and ``mix=FILE.yaml``, with any name
-before the =, with a configuration of one's own. Weights are random, from fixed seeds, and equal in
-every mode.
+everything on flagos alone, attention and experts included, ``flagos-gemm`` the same with matrix
+products by flag_gems, and ``mix=FILE.yaml``, with any name before the =, with a configuration of
+one's own. Weights are random, from fixed seeds, and equal in every mode. flag_gems tunes a product
+for each new number of rows: for ``flagos-gemm`` capture graphs of few sizes, --engine
+'{"compilation_config": {"cudagraph_capture_sizes": [1, 8, 128]}}'.
 
 The engines of a model start at the same time and stay alive together, as many as the memory holds.
 After one run that is not timed they take turns, round after round, another one first in each, so

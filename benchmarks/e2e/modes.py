@@ -18,7 +18,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "null": {"prefer": "vendor", "oot_whitelist": []},
     "vendor": {"prefer": "vendor"},
     "flagos": _FLAGOS,
-    "flagos-gemm": _FLAGOS,
+    "flagos-gemm": {**_FLAGOS, "flagos_whitelist": [*CATALOGUE, "mm", "addmm", "bmm"]},
 }
 
 
@@ -63,7 +63,4 @@ class Mode:
         path = folder / f"{text}.yaml"
         content = json.dumps(CONFIGURATIONS[text])  # JSON is YAML
         path.write_text(content)
-        environ = {"VLLM_FL_CONFIG": str(path)}
-        if text == "flagos-gemm":
-            environ["USE_FLAGGEMS"] = "1"
-        return cls(text, environ, content)
+        return cls(text, {"VLLM_FL_CONFIG": str(path)}, content)

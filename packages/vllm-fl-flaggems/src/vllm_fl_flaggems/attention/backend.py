@@ -43,6 +43,7 @@ from vllm_fl_flaggems.attention.planning import (
     attend,
     compile_variants,
 )
+from vllm_fl_flaggems.kernels.interpreted import BFLOAT16_REFUSAL
 
 WHO = "the Triton attention of vllm-fl-flaggems"
 LARGEST_HEAD = 256
@@ -125,7 +126,9 @@ class AttentionFLBackend(AttentionBackend):
         *args: object,
         **kwargs: object,
     ) -> str | None:
-        """Refuse a cache of another dtype than the model's."""
+        """Refuse a cache of another dtype than the model's, and bf16 in Triton's interpreter."""
+        if dtype == torch.bfloat16 and BFLOAT16_REFUSAL:
+            return BFLOAT16_REFUSAL
         if _KV_DTYPES.get(kv_cache_dtype, dtype) != dtype:
             return f"kv_cache_dtype {kv_cache_dtype} is not the model's dtype {dtype}"
         return None

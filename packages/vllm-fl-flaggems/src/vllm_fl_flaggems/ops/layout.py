@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from vllm_fl_flaggems.kernels.interpreted import BFLOAT16_REFUSAL
 from vllm_fl_flaggems.kernels.launch import INTERPRETED
 
 Layout = tuple[int, int, int]
@@ -57,6 +59,8 @@ def refusal(x: Tensor) -> str:
     """Say why a kernel over rows does not take ``x``; "" if it does."""
     if x.is_cpu and not INTERPRETED:
         return "the tensor is on the CPU; Triton compiles for accelerators"
+    if BFLOAT16_REFUSAL and x.dtype == torch.bfloat16:
+        return BFLOAT16_REFUSAL
     if x.dim() == 0:
         return "the tensor has no dimension"
     if x.stride(-1) != 1:

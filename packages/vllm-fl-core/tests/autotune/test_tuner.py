@@ -148,8 +148,26 @@ def decide(tuner, trials, **more):
 def test_without_trials_nothing_is_decided(only_default):
     tuner = ModelledTuner(Options("m", trials=3, seconds=1e-9))
     more = {"fits": lambda c: c["silu_and_mul"] == "flagos"} if only_default else {"deadline": 0}
-    with pytest.raises(OutOfTime, match="used up before any trial"):
+    but = " but the default's" if only_default else ""
+    with pytest.raises(OutOfTime, match=f"used up before any trial{but}$"):
         decide(tuner, 3, **more)
+
+
+@pytest.mark.parametrize(
+    ("choices", "says"),
+    [
+        ("ab", "attention_backend=b is left to try: it needs about 144 s of engine starts; "),
+        ("abc", "attention_backend=b; attention_backend=c are left to try: each needs about 144 s"),
+    ],
+)
+def test_what_there_is_no_time_to_restart_engines_for_is_named(choices, says):
+    tuner = ModelledTuner(Options("m", trials=3, seconds=110.0))
+    tuner.arena = Restarted({"attention_backend": dict.fromkeys(choices, 0.1)})
+    tuner.arena.costs = Costs(starts=[20.0, 24.0])
+    with pytest.raises(OutOfTime) as end:
+        decide(tuner, 3, fits=lambda c: c["attention_backend"] == "a")
+    assert str(end.value).startswith(says)
+    assert str(end.value).endswith("; raise --time-budget to 210s or more")  # 0.7 of it is 147 s
 
 
 def test_what_looks_faster_and_is_not_confirmed_leaves_the_study_undecided():

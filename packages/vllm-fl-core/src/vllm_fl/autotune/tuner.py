@@ -292,13 +292,18 @@ class Tuner:
         def fits(configuration: Mapping[str, str]) -> bool:
             if not needs_restart(space.default, configuration, evidence.live):
                 return True
-            # The engine is started for each turn, and for the default of the next trial.
-            start = max(self.arena.costs.starts, default=0.0)
-            return time.monotonic() + (2 * PAIRS[0]) * start < deadline
+            return time.monotonic() + self._restarting_seconds() < deadline
 
         search = Search(study, space, evidence, self.options.trials, deadline, evaluate, told, fits)
         search.plant_seeds()
         search.run()
+
+    def _restarting_seconds(self) -> float:
+        """Return how long a trial takes that restarts engines.
+
+        One is started for each turn, and for the default of the next trial.
+        """
+        return 2 * PAIRS[0] * max(self.arena.costs.starts, default=0.0)
 
     def _over(self, more: float = 0.0) -> bool:
         """Whether the time is used up, or would be after so many seconds more."""
@@ -314,7 +319,7 @@ class Tuner:
         over = tried(study)
         cut = self.options.seconds is not None and len(over) < min(self.options.trials, space.size)
         if cut and not any(space.changes(t.params) for t in over):
-            raise OutOfTime("the time was used up before any trial")
+            raise OutOfTime(self._not_tried(space, bool(over)))
         promising = [t for t in ranked(study) if (t.value or 0) > 1 and space.changes(t.params)]
         # What has won before stays one that may win, though later trials look better.
         won = [
@@ -329,6 +334,23 @@ class Tuner:
         if not promising:
             reason = "no configuration looked faster in its trial"
         return {"winner": None, "reason": reason, "confirmations": confirmations}
+
+    def _not_tried(self, space: Space, default_tried: bool) -> str:
+        """Say why nothing but the default was tried, and what it takes."""
+        others = (c for c in space.configurations() if space.changes(c))
+        if not all(needs_restart(space.default, c, self.arena.live) for c in others):
+            what = "any trial but the default's" if default_tried else "any trial"
+            return f"the time was used up before {what}"
+        names = [space.name(c) for c in space.configurations() if space.changes(c)]
+        seconds = self._restarting_seconds()
+        budget = (time.monotonic() - self._began + seconds) / SEARCH_SHARE
+        left = f"{names[0]} is left to try: it"
+        if len(names) > 1:
+            left = f"{'; '.join(names)} are left to try: each"
+        return (
+            f"{left} needs about {math.ceil(seconds)} s of engine starts; raise --time-budget to "
+            f"{10 * math.ceil(budget / 10)}s or more"
+        )
 
     def _confirmation(
         self, study: optuna.Study, space: Space, trial: FrozenTrial

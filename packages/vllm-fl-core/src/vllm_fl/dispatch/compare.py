@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from vllm_fl.dispatch import env
 from vllm_fl.dispatch.errors import ConfigError, VllmFLError
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.ops import get_spec
@@ -45,6 +46,7 @@ class Comparison:
 
     Attributes:
         differences: (operator, layer number) -> the largest differences.
+        own: operator -> the implementation that runs and is the yardstick as well.
 
     Raises:
         ConfigError: a token does not exist, or an operator has nothing to compare or updates its
@@ -69,6 +71,7 @@ class Comparison:
         self.yardsticks = yardsticks
         self.limit = limit
         self.differences: dict[tuple[str, int], Difference] = {}
+        self.own: dict[str, str] = {}
 
     def compared(
         self, op_name: str, number: int, fn: Callable[..., Any], yardstick: Callable[..., Any]
@@ -94,6 +97,16 @@ class Comparison:
 
         return run
 
+    def leave_out(self, op_name: str, impl_id: str) -> None:
+        """Note, and say once an operator, that what runs is the yardstick itself."""
+        if op_name not in self.own:
+            get_logger().warning(
+                "%s of %s is not compared with itself: give %s another implementation than %s, or "
+                "let another one run.",
+                impl_id, op_name, env.COMPARE.name, self.yardsticks[op_name],
+            )  # fmt: skip
+        self.own[op_name] = impl_id
+
     def reset(self) -> None:
         """Forget what was found."""
         for found in self.differences.values():  # which functions that are in use hold
@@ -113,6 +126,14 @@ class Comparison:
                 "(%.3g absolute) in %d calls", found.op_name, found.number,
                 self.yardsticks[found.op_name], found.relative, found.absolute, found.calls,
             )  # fmt: skip
+
+        compared = {op_name for op_name, _ in self.differences}
+        for op_name, impl_id in self.own.items():
+            if op_name not in compared:
+                get_logger().warning(
+                    "%s: nothing was compared with %s, which is %s, the implementation that ran.",
+                    op_name, self.yardsticks[op_name], impl_id,
+                )  # fmt: skip
 
     def _note(self, found: Difference, result: Any, expected: Any) -> None:
         found.calls += 1

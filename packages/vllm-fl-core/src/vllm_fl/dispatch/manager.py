@@ -480,7 +480,7 @@ class OpManager(state.PolicyListener):
                 f"{env.COMPARE.name}: nothing to compare {op_name} with ({token}). {error}"
             ) from error
         if other == resolution.impl:
-            logger.info("%s of %s is not compared with itself.", other.impl_id, op_name)
+            self.comparison.leave_out(op_name, other.impl_id)
             return resolution.fn
         fn = self.comparison.compared(op_name, handle.number, resolution.fn, yardstick)
         return self._callables.own(fn, resolution.order)

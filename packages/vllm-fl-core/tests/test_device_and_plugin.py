@@ -49,6 +49,9 @@ def test_the_user_s_word_decides():
     broken.reject("it cannot be loaded: OSError: libnpu.so")
     with pytest.raises(ConfigError, match=r"npu: it cannot be loaded: OSError: libnpu\.so"):
         choose_device([*backends, broken], "npu")
+    operators = DiscoveredBackend("ops", "test", backend=type("B", (Backend,), {"name": "ops"})())
+    with pytest.raises(ConfigError, match=r"ops: it brings no device\. Allowed: cpu, gpu\."):
+        choose_device([*backends, operators], "ops")
 
 
 PLATFORM = "import json, vllm_fl; print(json.dumps(vllm_fl.register()))"

@@ -54,10 +54,14 @@ def choose_device(backends: Sequence[DiscoveredBackend], forced: str | None = No
         if forced not in offers and len(by_device) == 1:
             forced = by_device[0]
         if forced not in offers:
-            broken = [f" {b.name}: {b.decision.reason}." for b in backends if b.name == forced]
+            why = [
+                f" {b.name}: {b.decision.reason or 'it brings no device'}."
+                for b in backends
+                if b.name == forced
+            ]
             raise ConfigError(
                 f"{env.PLATFORM.name}={forced!r} is not an installed backend with a device."
-                f"{''.join(broken)} {nearest(forced, offers)}"
+                f"{''.join(why)} {nearest(forced, offers)}"
             )
         return DeviceChoice(forced, offers[forced], {})
     claims = {name: _ask(device) for name, device in sorted(offers.items())}

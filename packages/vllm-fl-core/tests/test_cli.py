@@ -175,7 +175,9 @@ def test_explain_a_call(capsys, impl):
 @pytest.mark.parametrize(
     ("op", "argument", "message"),
     [
-        ("silu_and_mul", "y=3", "'y=3' is not of the form 'parameter=value'"),
+        ("silu_and_mul", "x", "'x' is not of the form 'parameter=value'"),
+        ("silu_and_mul", "y=3", "'y=3': silu_and_mul has no parameter 'y'. Allowed: x."),
+        ("rms_norm", "residul=None", "no parameter 'residul'. Did you mean 'residual'? Allowed: "),
         ("silu_and_mul", "x=bfloat17[2]", "'bfloat17' is not a torch dtype"),
         ("silu_and_mul", "x=what", "'what' is neither a tensor like"),
         ("rms_norm", "x=float32[2]", "missing a required argument: 'residual'"),

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from vllm_fl.dispatch.errors import ConfigError
+from vllm_fl.dispatch.errors import ConfigError, nearest
 from vllm_fl.dispatch.spec import OpSpec
 
 _TENSOR = re.compile(r"(?P<dtype>[a-z]+\d+\w*|bool)\[(?P<shape>[\d,\s]*)\]")
@@ -25,9 +25,14 @@ def parse_call(spec: OpSpec, texts: Sequence[str]) -> tuple[tuple[Any, ...], dic
     values = {}
     for text in texts:
         name, separator, written = text.partition("=")
-        if not separator or name not in spec.signature.parameters:
+        if not separator:
             raise ConfigError(
                 f"{text!r} is not of the form 'parameter=value'. The operator: {spec.declaration}."
+            )
+        if name not in spec.signature.parameters:
+            raise ConfigError(
+                f"{text!r}: {spec.name} has no parameter {name!r}. "
+                f"{nearest(name, spec.signature.parameters)}"
             )
         if name in values:
             raise ConfigError(f"{name!r} is given twice.")

@@ -297,6 +297,11 @@ def test_switches_of_the_layers(environ, reason):
     assert load(**environ).oot_decision("rms_norm").reason == reason
 
 
+def test_an_empty_list_of_layers_is_called_empty(tmp_path):
+    loaded = load(tmp_path, "oot_whitelist: []")
+    assert loaded.oot_decision("rms_norm").reason == "oot_whitelist is empty"
+
+
 def test_the_documented_switches_are_those_that_no_file_holds():
     switches = [setting.variable.name for setting in SETTINGS if setting.parse is None]
     assert sorted(switches) == ["USE_FLAGGEMS", "VLLM_FL_OOT_ENABLED", "VLLM_FL_PREFER_ENABLED"]

@@ -82,7 +82,8 @@ class Config:
         whitelist, blacklist = self["oot_whitelist"], self["oot_blacklist"]
         named = self.is_default("oot_whitelist") and self.names(op_name)
         if whitelist is not None and op_name not in whitelist and not named:
-            return Decision.no(f"oot_whitelist has only {', '.join(whitelist)}")
+            listed = f"has only {', '.join(whitelist)}" if whitelist else "is empty"
+            return Decision.no(f"oot_whitelist {listed}")
         if op_name in blacklist:
             return Decision.no(f"{op_name} is in oot_blacklist")
         return YES

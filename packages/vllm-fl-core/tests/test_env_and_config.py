@@ -42,6 +42,7 @@ def test_values(variable, text, value):
         (env.DENY_VENDORS, "a,,b", "an entry between commas is empty"),
         (env.PER_OP, "rms_norm", "'rms_norm' is not of the form 'operator=token"),
         (env.PER_OP, "rms_norm=vendor|", "not of the form"),
+        (env.PER_OP, ";;", "VLLM_FL_PER_OP=';;': no order is given. Write 'operator=token|token'"),
         (env.PER_OP, "rms_norm=vendor;rms_norm=flagos", "appears twice"),
         (env.COMPARE, "rms_norm=reference,rms_norm=vendor", "'rms_norm' appears twice"),
         (env.CONFIG, "/no/such/file.yaml", "no such file"),
@@ -295,6 +296,15 @@ def test_switches_of_the_default_backend(environ, reason):
 )
 def test_switches_of_the_layers(environ, reason):
     assert load(**environ).oot_decision("rms_norm").reason == reason
+
+
+def test_a_token_twice_in_an_order_is_an_error_wherever_it_is_given(tmp_path):
+    message = "op_backends: The order of operator 'rms_norm' has 'reference' twice"
+    with pytest.raises(ConfigError, match=f"^VLLM_FL_PER_OP: {message}: reference > reference"):
+        load(VLLM_FL_PER_OP="rms_norm=reference|reference")
+    for order in ("[reference, vendor, reference]", "reference|vendor|reference"):
+        with pytest.raises(ConfigError, match=message):
+            load(tmp_path, f"op_backends: {{rms_norm: {order}}}")
 
 
 def test_an_empty_list_of_layers_is_called_empty(tmp_path):

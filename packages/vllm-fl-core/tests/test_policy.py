@@ -100,6 +100,11 @@ def test_availability_is_not_asked_of_those_the_policy_refuses(impl):
         ({"per_op_order": {OP: ["vendr:acme"]}}, ConfigError, "Unknown order token 'vendr:acme'"),
         ({"per_op_order": {OP: ["vendor:"]}}, ConfigError, "Unknown order token 'vendor:'"),
         ({"per_op_order": {OP: []}}, ConfigError, "is empty"),
+        (
+            {"per_op_order": {OP: ["vendor", "vendor"]}},
+            ConfigError,
+            "has 'vendor' twice: vendor > ",
+        ),
         ({"per_op_order": {"rmsnorm": ["vendor"]}}, UnknownOperatorError, "'rms_norm'"),
         (
             {"allow_vendors": ["a"], "deny_vendors": ["a"]},
@@ -129,7 +134,9 @@ policies = st.builds(
     SelectionPolicy.from_dict,
     prefer=st.sampled_from(["flagos", "vendor", "reference"]),
     strict=st.booleans(),
-    per_op_order=st.dictionaries(st.just(OP), st.lists(tokens, min_size=1, max_size=4), max_size=1),
+    per_op_order=st.dictionaries(
+        st.just(OP), st.lists(tokens, min_size=1, max_size=4, unique=True), max_size=1
+    ),
     deny_vendors=st.sets(st.sampled_from("ab")),
 )
 

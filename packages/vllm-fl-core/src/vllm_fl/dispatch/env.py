@@ -55,6 +55,8 @@ def parse_per_op(text: str) -> dict[str, tuple[str, ...]]:
         if op.strip() in orders:
             raise ValueError(f"operator {op.strip()!r} appears twice.")
         orders[op.strip()] = order
+    if not orders:
+        raise ValueError("no order is given. Write 'operator=token|token', or unset the variable.")
     return orders
 
 

@@ -124,8 +124,13 @@ class SelectionPolicy:
                 raise ConfigError(
                     f"The order of operator {op!r} is empty; name at least one token."
                 )
-            for token in order:
+            for place, token in enumerate(order):
                 check_token(token)
+                if token in order[:place]:
+                    raise ConfigError(
+                        f"The order of operator {op!r} has {token!r} twice: {' > '.join(order)}. "
+                        "Name each token once."
+                    )
         both = self.deny_vendors & (self.allow_vendors or frozenset())
         if both:
             raise ConfigError(f"Vendors both allowed and denied: {', '.join(sorted(both))}.")

@@ -85,7 +85,9 @@ BUILT_IN = "built-in default"
 
 _TOKEN = {"type": "string", "pattern": "^(flagos|vendor|reference|vendor:.+|impl:.+)$"}
 _NAME_LIST = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-_ORDER: dict[str, Any] = {"oneOf": [{"type": "string"}, {"type": "array", "items": _TOKEN}]}
+_ORDER: dict[str, Any] = {
+    "oneOf": [{"type": "string"}, {"type": "array", "items": _TOKEN, "uniqueItems": True}]
+}
 
 
 def _order_by_phase(phases: tuple[str, ...]) -> dict[str, Any]:

@@ -112,6 +112,106 @@ def test_variables_without_effect_are_named(monkeypatch, tmp_path, log):
     ]
 
 
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        (
+            {"VLLM_FL_OOT_ENABLED": "0", "VLLM_FL_OOT_WHITELIST": "rms_norm"},
+            "VLLM_FL_OOT_WHITELIST has no effect: VLLM_FL_OOT_ENABLED is off.",
+        ),
+        (
+            {"VLLM_FL_OOT_ENABLED": "0", "VLLM_FL_OOT_BLACKLIST": "+rms_norm"},
+            "VLLM_FL_OOT_BLACKLIST has no effect: VLLM_FL_OOT_ENABLED is off.",
+        ),
+        (
+            {"USE_FLAGGEMS": "0", "VLLM_FL_FLAGOS_WHITELIST": "rms_norm"},
+            "VLLM_FL_FLAGOS_WHITELIST has no effect: USE_FLAGGEMS is off.",
+        ),
+        (
+            {"USE_FLAGGEMS": "0", "VLLM_FL_FLAGOS_BLACKLIST": "rms_norm"},
+            "VLLM_FL_FLAGOS_BLACKLIST has no effect: USE_FLAGGEMS is off.",
+        ),
+        (
+            {"USE_FLAGGEMS": "0", "VLLM_FL_PREFER": "flagos"},
+            "VLLM_FL_PREFER=flagos cannot be had: USE_FLAGGEMS is off.",
+        ),
+        (
+            {
+                "USE_FLAGGEMS": "0",
+                "VLLM_FL_PER_OP": "rms_norm=flagos;attention_backend.decode=flagos;moe_sum=flagos|"
+                "vendor",
+            },
+            "VLLM_FL_PER_OP: flagos alone for rms_norm, attention_backend.decode cannot be had: "
+            "USE_FLAGGEMS is off.",
+        ),
+        (
+            {
+                "VLLM_FL_PREFER_ENABLED": "0",
+                "VLLM_FL_OOT_ENABLED": "0",
+                "VLLM_FL_OOT_WHITELIST": "rms_norm",
+            },
+            "VLLM_FL_OOT_WHITELIST has no effect: VLLM_FL_PREFER_ENABLED is off.",
+        ),
+        (
+            {"VLLM_FL_PREFER_ENABLED": "0", "VLLM_FL_PREFER": "flagos"},
+            "VLLM_FL_PREFER=flagos cannot be had: VLLM_FL_PREFER_ENABLED is off.",
+        ),
+        (
+            {
+                "VLLM_FL_OOT_BLACKLIST": "+rms_norm",
+                "VLLM_FL_PER_OP": "rms_norm=vendor;moe_sum=vendor",
+            },
+            "VLLM_FL_PER_OP: the order of rms_norm has no effect: VLLM_FL_OOT_BLACKLIST leaves the "
+            "layer to vLLM.",
+        ),
+    ],
+)
+def test_what_another_variable_rules_out_is_named(monkeypatch, log, variables, said):
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    reset_global_policy()
+    get_policy()
+    assert [record.getMessage() for record in log] == [said]
+    monkeypatch.setenv("VLLM_FL_STRICT", "1")
+    reset_global_policy()
+    with pytest.raises(ConfigError) as raised:
+        get_policy()
+    assert str(raised.value) == said
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        # Attention is dispatched, whatever is off.
+        {"VLLM_FL_PREFER_ENABLED": "0", "VLLM_FL_PREFER": "reference"},
+        {"VLLM_FL_PREFER_ENABLED": "0", "VLLM_FL_PER_OP": "attention_backend=vendor"},
+        {"VLLM_FL_OOT_ENABLED": "0", "VLLM_FL_PREFER": "flagos"},
+        {"USE_FLAGGEMS": "0", "VLLM_FL_OOT_BLACKLIST": "rms_norm"},
+        {"USE_FLAGGEMS": "1", "VLLM_FL_FLAGOS_BLACKLIST": "rms_norm"},
+    ],
+)
+def test_what_has_an_effect_beside_a_switch_is_not_named(monkeypatch, log, variables):
+    monkeypatch.setenv("VLLM_FL_STRICT", "1")
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    reset_global_policy()
+    assert get_policy().strict
+    assert log == []
+
+
+def test_an_order_that_its_own_file_rules_out_is_named(monkeypatch, tmp_path, log):
+    file = tmp_path / "fl.yaml"
+    file.write_text("oot_blacklist: [rms_norm]\nop_backends: {rms_norm: vendor}")
+    monkeypatch.setenv("VLLM_FL_CONFIG", str(file))
+    reset_global_policy()
+    get_policy()
+    (record,) = log
+    assert record.getMessage() == (
+        f"op_backends in {file} (VLLM_FL_CONFIG): the order of rms_norm has no effect: "
+        f"oot_blacklist in {file} (VLLM_FL_CONFIG) leaves the layer to vLLM."
+    )
+
+
 def test_a_limit_of_nothing_is_named(monkeypatch, log):
     monkeypatch.setenv("VLLM_FL_COMPARE_LIMIT", "0.1")
     reset_global_policy()

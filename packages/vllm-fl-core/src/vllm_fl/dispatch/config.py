@@ -19,6 +19,7 @@ from vllm_fl.dispatch.phases import lay_orders
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.dispatch.settings import BUILT_IN, BY_KEY, IN_FILES, SETTINGS, Value
 from vllm_fl.dispatch.types import YES, Decision
+from vllm_fl.dispatch.unused import unused
 
 
 @dataclass(frozen=True)
@@ -30,12 +31,14 @@ class Config:
         ignored: set environment variables that the file of VLLM_FL_CONFIG overrides.
         defaults: what the platform's defaults file gives.
         order_sources: name in ``op_backends`` -> the source of its order.
+        unused: a sentence about each thing that the user sets in vain.
     """
 
     values: Mapping[str, Value]
     ignored: tuple[str, ...] = ()
     defaults: Mapping[str, Value] = field(default_factory=dict)
     order_sources: Mapping[str, str] = field(default_factory=dict)
+    unused: tuple[str, ...] = ()
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key].value
@@ -109,11 +112,17 @@ def load(defaults: str | None = None, environ: Mapping[str, str] | None = None) 
     if path is not None:
         source = f"{path} ({env.CONFIG.name})"
         switches = {key: value for key, value in variables.items() if key not in IN_FILES}
-        _lay(values, parse_file(read(path), source))
+        of_file = parse_file(read(path), source)
+        _lay(values, of_file)
         _lay(values, switches)
         overridden = [BY_KEY[key].variable.name for key in variables if key in IN_FILES]
         overridden += [v.name for v in (env.TUNED_DIR, env.TUNED_FILE) if v.is_set(environ)]
-        return Config(values, tuple(sorted(overridden)), order_sources=_order_sources(values))
+        return Config(
+            values,
+            tuple(sorted(overridden)),
+            order_sources=_order_sources(values),
+            unused=unused(of_file),
+        )
     of_platform: dict[str, Value] = {}
     if defaults is not None:
         text, where = read_resource(defaults)
@@ -130,7 +139,10 @@ def load(defaults: str | None = None, environ: Mapping[str, str] | None = None) 
     sources |= _order_sources(variables)
     named = values["op_backends"].value
     return Config(
-        values, defaults=of_platform, order_sources={n: s for n, s in sources.items() if n in named}
+        values,
+        defaults=of_platform,
+        order_sources={n: s for n, s in sources.items() if n in named},
+        unused=unused(variables),
     )
 
 

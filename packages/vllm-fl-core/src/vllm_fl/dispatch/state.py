@@ -120,7 +120,7 @@ def get_global_policy() -> SelectionPolicy:
 
 
 def report_unused(settings: config.Config) -> None:
-    """Name the variables that have no effect.
+    """Name the settings that have no effect.
 
     Raises:
         ConfigError: there is one, and the policy is strict.
@@ -129,6 +129,7 @@ def report_unused(settings: config.Config) -> None:
     problems = [
         f"{name} has no effect: {env.CONFIG.name} replaces it." for name in settings.ignored
     ]
+    problems += settings.unused
     if env.COMPARE_LIMIT.is_set() and not env.COMPARE.is_set():
         problems.append(f"{env.COMPARE_LIMIT.name} has no effect: {env.COMPARE.name} is not set.")
     problems += [

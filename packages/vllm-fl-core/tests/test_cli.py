@@ -22,8 +22,8 @@ def acme(impl):
     return manager
 
 
-def output(capsys, *arguments):
-    assert main(arguments) == 0
+def output(capsys, *arguments, status=0):
+    assert main(arguments) == status
     return capsys.readouterr().out
 
 
@@ -33,7 +33,8 @@ def test_list(acme, capsys):
     assert "vendor.acme" in output(capsys, "list")
 
 
-def test_explain(acme, capsys):
+def test_explain(acme, capsys, impl):
+    acme.registry.register_impl(impl("reference.other"))
     set_global_policy(SelectionPolicy.from_dict(deny_vendors=["acme"]))
     text = output(capsys, "explain", "silu_and_mul")
     assert "silu_and_mul(x: Tensor) -> Tensor" in text
@@ -44,7 +45,10 @@ def test_explain(acme, capsys):
     assert rows["default.flagos"] == ("refused", "no compiler")
 
 
-def test_explain_shows_defaults(capsys):
+def test_explain_shows_defaults(capsys, impl):
+    get_default_manager().registry.register_impl(
+        impl("vendor.acme", lambda x, approximate="none": x, op_name="gelu_and_mul")
+    )
     text = output(capsys, "explain", "gelu_and_mul")
     assert text.startswith("gelu_and_mul(x: Tensor, approximate: str = 'none') -> Tensor\n")
 
@@ -165,9 +169,12 @@ def test_explain_a_call(capsys, impl):
     )
     # Before all others, whichever are installed.
     set_global_policy(SelectionPolicy.from_dict(per_op_order={"silu_and_mul": ["vendor:acme"]}))
-    for width, decision, reason in ((64, "chosen", ""), (24, "refused", "d must divide by 8")):
+    for status, width, decision, reason in (
+        (0, 64, "chosen", ""),
+        (1, 24, "refused", "d must divide by 8"),
+    ):
         arguments = ("explain", "silu_and_mul", "--json", "--args", f"x=bfloat16[8,{width}]")
-        rows = json.loads(output(capsys, *arguments))["implementations"]
+        rows = json.loads(output(capsys, *arguments, status=status))["implementations"]
         (row,) = (row for row in rows if row["impl_id"] == "vendor.acme")
         assert (row["decision"], row["reason"]) == (decision, reason)
 
@@ -206,8 +213,10 @@ def test_an_argument_twice_and_a_tensor_too_large(capsys):
 
 def test_an_operator_that_nothing_runs(acme, capsys):
     set_global_policy(SelectionPolicy.from_dict(per_op_order={"silu_and_mul": ["vendor:nobody"]}))
-    text = output(capsys, "explain", "silu_and_mul")
+    text = output(capsys, "explain", "silu_and_mul", status=1)
     assert text.rstrip().endswith("Nothing runs silu_and_mul under this policy.")
+    found = json.loads(output(capsys, "explain", "silu_and_mul", "--json", status=1))
+    assert found["chosen"] is None
     data = json.loads(output(capsys, "doctor", "--json"))
     reasons = data["operators_without_implementation"]["silu_and_mul"]
     assert reasons["vendor.acme"] == "the order for silu_and_mul is vendor:nobody"
@@ -247,6 +256,13 @@ def test_explain_says_where_vllm_keeps_its_layer(capsys, monkeypatch):
     assert "vLLM keeps its own layer, which does not ask: rms_norm is in" in capsys.readouterr().out
     assert main(["explain", "silu_and_mul", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["layer"] == ""
+
+
+def test_an_operator_whose_layer_vllm_keeps_needs_nothing_that_runs_it(acme, capsys, monkeypatch):
+    set_global_policy(SelectionPolicy.from_dict(per_op_order={"silu_and_mul": ["vendor:nobody"]}))
+    monkeypatch.setenv("VLLM_FL_OOT_BLACKLIST", "silu_and_mul")
+    text = output(capsys, "explain", "silu_and_mul")
+    assert "Nothing runs silu_and_mul under this policy.\n\nvLLM keeps its own layer" in text
 
 
 @pytest.mark.parametrize("command", [["config"], ["explain", "rms_norm"]])

@@ -28,7 +28,7 @@ from vllm_fl.integration import custom_ops
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status (0 fine, 1 refused, 2 wrong usage)."""
+    """Run the command line; return the exit status (0 fine, 1 no or refused, 2 wrong usage)."""
     parser = make_parser()
     arguments, others = parser.parse_known_args(argv)
     if others and arguments.run is not profile.run:
@@ -78,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
         return command(name, lambda arguments: (run(arguments), 0), text)
 
     report("list", _list, "List the installed backends and what implements each operator.")
-    explained = report("explain", _explain, "Say which implementation runs, and why not others.")
+    explained = command("explain", _explain, "Say which implementation runs, and why not others.")
     explained.add_argument("op", metavar="OP", help=f"one of: {', '.join(CATALOGUE)}")
     explained.add_argument(
         "--args",
@@ -138,7 +138,8 @@ def _list(arguments: argparse.Namespace) -> str:
     )
 
 
-def _explain(arguments: argparse.Namespace) -> str:
+def _explain(arguments: argparse.Namespace) -> tuple[str, int]:
+    """Explain; the status is 1 where an operator is dispatched and nothing runs it."""
     _look_up(arguments)
     op_name, asked = split_name(arguments.op)
     call = parse_call(get_spec(op_name), arguments.args) if arguments.args else None
@@ -146,18 +147,22 @@ def _explain(arguments: argparse.Namespace) -> str:
     custom_ops.check_lists()
     layer = custom_ops.decision(op_name) if op_name in custom_ops.LAYERS else YES
     report["layer"] = layer.reason
+    phases = {
+        phase: decided
+        for phase, decided in report.get("phases", {"": report}).items()
+        if not asked or phase in ("", asked)
+    }
+    status = int(bool(layer) and not all(decided["chosen"] for decided in phases.values()))
     if arguments.json:
-        return json.dumps(report, indent=2)
+        return json.dumps(report, indent=2), status
     mode = "strict: the first error raises" if report["strict"] else "falls back on errors"
     lines = [report["operator"], report["summary"]]
-    for phase, decided in report.get("phases", {"": report}).items():
-        if asked and phase not in ("", asked):
-            continue
+    for phase, decided in phases.items():
         lines += ["", f"In the phase {phase}:"] if phase else []
         lines += _decided(phase_name(op_name, phase), decided, mode)
     if not layer:
         lines += ["", f"vLLM keeps its own layer, which does not ask: {layer.reason}."]
-    return "\n".join(lines)
+    return "\n".join(lines), status
 
 
 def _decided(name: str, decided: dict[str, Any], mode: str) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from modelled import THROUGHPUT
 
+pytest.importorskip("jinja2")
+
 from vllm_fl import autotune
 from vllm_fl.autotune import report
 from vllm_fl.autotune.arena import Costs

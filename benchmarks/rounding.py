@@ -1,6 +1,6 @@
 """How far bf16 alone moves the log-probabilities of a dense model of benchmarks/e2e.
 
-    python benchmarks/rounding.py --model qwen3-8b      # about ten minutes on two cores
+    python -m benchmarks.rounding --model qwen3-8b      # about ten minutes on two cores
 
 transformers' layers on the CPU, with weights like those of benchmarks/e2e, in bf16 and with the
 same weights in fp32; one layer is in memory at a time. Where two engines of bf16 part by no more
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
 from transformers import Qwen3Config
@@ -20,8 +19,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3RMSNorm,
     Qwen3RotaryEmbedding,
 )
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.e2e.models import MODELS
 from benchmarks.e2e.process import LOGPROBS

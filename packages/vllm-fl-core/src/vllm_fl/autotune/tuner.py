@@ -337,11 +337,11 @@ class Tuner:
 
     def _not_tried(self, space: Space, default_tried: bool) -> str:
         """Say why nothing but the default was tried, and what it takes."""
-        others = (c for c in space.configurations() if space.changes(c))
+        others = [c for c in space.configurations() if space.changes(c)]
         if not all(needs_restart(space.default, c, self.arena.live) for c in others):
             what = "any trial but the default's" if default_tried else "any trial"
             return f"the time was used up before {what}"
-        names = [space.name(c) for c in space.configurations() if space.changes(c)]
+        names = [space.name(c) for c in others]
         seconds = self._restarting_seconds()
         budget = (time.monotonic() - self._began + seconds) / SEARCH_SHARE
         left = f"{names[0]} is left to try: it"

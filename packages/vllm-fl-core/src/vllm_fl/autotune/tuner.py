@@ -211,9 +211,9 @@ class Tuner:
         self.arena.arguments = self._search_arguments(facts["graphs"])
         self.arena.policy_of, self.arena.live = policies(evidence, facts["policy"]), evidence.live
         if self.arena.reference is None:  # the evidence is another process's
-            kept = study.user_attrs["reference_outputs"]
             self._start_like(facts, evidence.space().default)
-            self.arena.reference = [Continuation.from_dict(content) for content in kept]
+            outputs = study.user_attrs["reference_outputs"]
+            self.arena.reference = [Continuation.from_dict(content) for content in outputs]
         return evidence
 
     def _gather(self, study: optuna.Study) -> None:

@@ -13,8 +13,6 @@ import pkgutil
 import random
 import re
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -56,15 +54,6 @@ def mode(tmp_path):
         return {**ENV, "VLLM_FL_CONFIG": str(path)}
 
     return environment
-
-
-@pytest.fixture(scope="module")
-def experts_model(tmp_path_factory):
-    """A small mixture of experts with random weights."""
-    folder = tmp_path_factory.mktemp("models")
-    script = HERE.parent / "make_models.py"
-    subprocess.run([sys.executable, "-P", str(script), str(folder), "qwen3_moe"], check=True)
-    return folder / "qwen3_moe"
 
 
 @pytest.fixture(scope="module")

@@ -228,9 +228,14 @@ def test_no_kernel_of_ours_is_compiled_in_a_request(
 
 
 def test_the_defaults_give_what_vllm_gives_alone(vllm, tiny_model, prompts):
-    """``cuda.yaml`` leaves every layer to vLLM, and all of attention but decode."""
-    env = {**ENV, "VLLM_FL_PER_OP": "attention_backend=vendor"}
-    mine = vllm(tiny_model, prompts, env=env, dtype="bfloat16")
-    theirs = vllm(tiny_model, prompts, env={**ENV, "VLLM_FL_PREFER_ENABLED": "0"}, dtype="bfloat16")
+    """``cuda.yaml`` leaves every layer to vLLM, and all of attention but decode.
+
+    Both engines run in one process with their client, which hands over all requests before the
+    first step: otherwise steps have as many requests as have arrived, and bf16 rounds by that.
+    """
+    env = {**ENV, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    orders = {"VLLM_FL_PER_OP": "attention_backend=vendor"}
+    mine = vllm(tiny_model, prompts, env={**env, **orders}, dtype="bfloat16")
+    theirs = vllm(tiny_model, prompts, env={**env, "VLLM_FL_PREFER_ENABLED": "0"}, dtype="bfloat16")
     assert tokens(mine) == tokens(theirs)
     assert not any(row["calls"] for row in mine["operators"][0])

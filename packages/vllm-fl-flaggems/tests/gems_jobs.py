@@ -132,10 +132,12 @@ def tuned() -> None:
     launch("shared", 96, shared=True)
     launch("free", 128)
     launch("captured later", 127, capturing=True)
+    launch("fewer", 65)
+    launch("a half", 64)
     with sqlite3.connect(database) as connection:
         connection.execute("BEGIN EXCLUSIVE")
         launch("locked", 160)
-    launch("after the lock", 159)
+    launch("after the lock", 250)
     report["files"] = sorted(path.name.partition(".")[2] for path in folder.iterdir())
     tables = sqlite3.connect(database).execute("select name from sqlite_master").fetchall()
     report["tables"] = len([name for (name,) in tables if name.startswith("mm_kernel_general")])

@@ -17,6 +17,7 @@ from vllm_fl_flaggems.availability import triton_version
 from vllm_fl_flaggems.backend import FlagGemsBackend
 from vllm_fl_flaggems.gems import mends
 from vllm_fl_flaggems.gems.source import TESTED, installed
+from vllm_fl_flaggems.gems.tuning import shared_rows
 
 found = installed()
 if found is None:
@@ -70,10 +71,19 @@ def test_tuning_is_declined_where_it_does_harm_and_survives_its_cache(tmp_path: 
     every = report["configs"]
     assert every > 1
     assert report["captured"] == report["shared"] == [0, 0]
-    assert report["free"] == report["locked"] == [every, every - 1]
-    assert report["captured later"] == report["after the lock"] == [0, every - 1]
+    assert report["free"] == report["locked"] == report["a half"] == [every, every - 1]
+    assert report["captured later"] == report["fewer"] == [0, every - 1]
+    assert report["after the lock"] == [0, every - 1]
     assert report["files"] == ["db", "db.damaged"]
     assert report["tables"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "shared"),
+    [(0, 32), (1, 32), (32, 32), (33, 64), (64, 64), (65, 128), (8191, 8192), (8193, 16384)],
+)
+def test_rows_up_to_a_power_of_two_are_tuned_once(rows: int, shared: int) -> None:
+    assert shared_rows(rows) == shared
 
 
 def test_profiles_know_whose_kernels_triton_has_compiled(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Keeps flag_gems' tuning away from graph capture, from shared arguments and from a broken cache.
+"""Bounds flag_gems' tuning, and keeps it from graph capture, shared arguments and a broken cache.
 
 flag_gems times the configurations of a kernel at its first call with new shapes, on the arguments
 of that call, and keeps the fastest in an SQLite file that all processes share.
@@ -16,6 +16,11 @@ from typing import Any
 from vllm_fl.dispatch.logging import get_logger
 
 logger = get_logger("vllm_fl.flaggems")
+
+ROWS = "M"
+"""What flag_gems' kernels call the number of rows: in a model that serves, of tokens."""
+FEWEST_ROWS = 32
+"""Down to so many rows share a configuration; flag_gems' own step for matrix products."""
 
 
 def cache_files() -> list[Path]:
@@ -121,7 +126,11 @@ def remember() -> None:
 
 
 def guard_tuners(folder: Path) -> None:
-    """Let the tuners of flag_gems' kernels decline to tune where it would do harm.
+    """Let the tuners of flag_gems' kernels tune seldom, and never where it would do harm.
+
+    By itself flag_gems tunes a product anew for every 32 rows, on an H200 for four seconds, and
+    other kernels for every number of rows: with the prompts that come, requests would wait for
+    that without end. Here all numbers of rows up to the next power of two share a configuration.
 
     Args:
         folder: where flag_gems is; its modules have several top-level names.
@@ -129,6 +138,16 @@ def guard_tuners(folder: Path) -> None:
     for tuner in list(_tuners(folder)):
         if "run" not in vars(tuner):
             tuner.run = _guarded(tuner)
+        if hasattr(tuner, "strategy"):  # flag_gems' own kind of tuner
+            tuner.strategy = [
+                shared_rows if key == ROWS else strategy
+                for key, strategy in zip(tuner.keys, tuner.strategy, strict=True)
+            ]
+
+
+def shared_rows(rows: int) -> int:
+    """Return the most rows that share a configuration with so many: a power of two."""
+    return max(FEWEST_ROWS, 1 << (rows - 1).bit_length())
 
 
 def _tuners(folder: Path) -> Iterator[Any]:

@@ -59,6 +59,7 @@ def points(axes: Any, groups: Sequence[str], series: dict[str, list[Sequence[flo
                 axes.plot([x, x], [min(figures), max(figures)], color=colour, linewidth=1.5)
                 axes.text(x, max(figures), f"{middle:.3f}", fontsize=7, ha="center", va="bottom")
                 axes.plot([x], [middle], "o", color=colour, label=None if group else name)
+    axes.set_xlim(-0.5, len(groups) - 0.5)
     label(axes, groups)
 
 

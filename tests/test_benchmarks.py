@@ -292,6 +292,8 @@ def test_results_name_no_folders_of_a_machine(bench, tmp_path, monkeypatch):
         "mix=/home/me/a.yaml": "mix=a.yaml",
         '{"model": "/models/a_b/m"}': '{"model": "m"}',
         'File "/usr/lib/python3/x.py", line 1': 'File "x.py", line 1',
+        "sqlite:////tmp/at/study.db": "sqlite:///study.db",
+        "file:///tmp/at/a.yaml": "file://a.yaml",
         "build/out.json": "build/out.json",
         "Qwen/Qwen3-8B at 3 tokens/s, https://vllm.ai/a/b":
             "Qwen/Qwen3-8B at 3 tokens/s, https://vllm.ai/a/b",
@@ -303,6 +305,9 @@ def test_results_name_no_folders_of_a_machine(bench, tmp_path, monkeypatch):
     arguments = {"engine_arguments": {"model": f"{tmp_path}/tiny"}, "device": "", "versions": {}}
     record.note_facts(arguments)
     record.note_error(f"no file {tmp_path}/weights")
+    tuned = Mode("tuned", {}, f"model: {tmp_path}/tiny\n")
+    for _ in range(2):
+        assert made.results.record("model", tuned, retry=False).configuration == "model: tiny\n"
     made.results.save()
     text = (tmp_path / "out.json").read_text()
     assert '"model": "tiny"' in text

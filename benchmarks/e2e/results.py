@@ -17,8 +17,9 @@ from benchmarks.e2e.modes import Mode
 from benchmarks.e2e.workloads import Workload
 from vllm_fl.autotune.statistics import widest_estimate
 
-# The folders of an absolute path, as alone, in quotes, or after an = they can stand in a text.
-_FOLDERS = re.compile(r"""(?<![\w.:/-])/(?:[^/\s"',;:=()]+/)+""")
+# The folders of an absolute path, as alone, in quotes, after an = or in a URL they can stand in a
+# text.
+_FOLDERS = re.compile(r"""(?:(?<![\w.:/-])|(?<=://)|(?<=:///))/(?:[^/\s"',;:=()]+/)+""")
 
 
 def without_folders(value: Any) -> Any:
@@ -109,10 +110,11 @@ class Results:
             ValueError: the mode meant something else when it was measured.
         """
         records = self.models.setdefault(model, {})
+        configuration = without_folders(mode.configuration)
         known = records.get(mode.name)
         if known is None or (retry and known.error):
-            known = records[mode.name] = Record(mode.name, mode.configuration)
-        if known.configuration != mode.configuration:
+            known = records[mode.name] = Record(mode.name, configuration)
+        if known.configuration != configuration:
             raise ValueError(
                 f"mode {mode.name!r} was measured with another configuration in {self._path}: "
                 "give it another name, or another --out"

@@ -74,6 +74,9 @@ def test_tuning_is_declined_where_it_does_harm_and_survives_its_cache(tmp_path: 
     assert report["free"] == report["locked"] == report["a half"] == [every, every - 1]
     assert report["captured later"] == report["fewer"] == [0, every - 1]
     assert report["after the lock"] == [0, every - 1]
+    of_norm = report["norm"][0]
+    assert of_norm > 1
+    assert report["norm"][1:] == [of_norm, 0, of_norm]
     assert report["files"] == ["db", "db.damaged"]
     assert report["tables"] >= 1
 

@@ -128,8 +128,8 @@ def remember() -> None:
 def guard_tuners(folder: Path) -> None:
     """Let the tuners of flag_gems' kernels tune seldom, and never where it would do harm.
 
-    By itself flag_gems tunes a product anew for every 32 rows, on an H200 for four seconds, and
-    other kernels for every number of rows: with the prompts that come, requests would wait for
+    By itself flag_gems tunes a matrix product anew for every 32 rows, on an H200 for four seconds,
+    and other kernels for every number of rows: with the prompts that come, requests would wait for
     that without end. Here all numbers of rows up to the next power of two share a configuration.
 
     Args:
@@ -138,16 +138,45 @@ def guard_tuners(folder: Path) -> None:
     for tuner in list(_tuners(folder)):
         if "run" not in vars(tuner):
             tuner.run = _guarded(tuner)
-        if hasattr(tuner, "strategy"):  # flag_gems' own kind of tuner
-            tuner.strategy = [
-                shared_rows if key == ROWS else strategy
-                for key, strategy in zip(tuner.keys, tuner.strategy, strict=True)
-            ]
+            if ROWS in tuner.keys:
+                _share_rows(tuner, tuner.keys.index(ROWS))
+
+
+def _share_rows(tuner: Any, position: int) -> None:
+    if hasattr(tuner, "strategy"):  # flag_gems' own kind of tuner
+        tuner.strategy[position] = shared_rows
+    else:
+        tuner.cache = SharedByRows(position)
 
 
 def shared_rows(rows: int) -> int:
     """Return the most rows that share a configuration with so many: a power of two."""
     return max(FEWEST_ROWS, 1 << (rows - 1).bit_length())
+
+
+class SharedByRows(dict[tuple[Any, ...], Any]):
+    """What one of Triton's tuners takes for its memory: numbers of rows share an entry.
+
+    Args:
+        position: of the number of rows in a key.
+    """
+
+    def __init__(self, position: int) -> None:
+        super().__init__()
+        self._position = position
+
+    def _shared(self, key: tuple[Any, ...]) -> tuple[Any, ...]:
+        before, after = key[: self._position], key[self._position + 1 :]
+        return (*before, shared_rows(key[self._position]), *after)
+
+    def __contains__(self, key: Any) -> bool:
+        return super().__contains__(self._shared(key))
+
+    def __getitem__(self, key: tuple[Any, ...]) -> Any:
+        return super().__getitem__(self._shared(key))
+
+    def __setitem__(self, key: tuple[Any, ...], config: Any) -> None:
+        super().__setitem__(self._shared(key), config)
 
 
 def _tuners(folder: Path) -> Iterator[Any]:

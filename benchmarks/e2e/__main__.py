@@ -11,8 +11,8 @@ platform's defaults file, ``vendor`` with everything dispatched, vendors first, 
 everything on flagos alone, attention and experts included, ``flagos-gemm`` the same with matrix
 products by flag_gems, and ``mix=FILE.yaml``, with any name before the =, with a configuration of
 one's own. Weights are random, from fixed seeds, and equal in every mode. flag_gems tunes a product
-at the first call with more rows than a power of two: for ``flagos-gemm`` capture graphs of few
-sizes, --engine '{"compilation_config": {"cudagraph_capture_sizes": [1, 8, 128]}}'.
+anew for each power of two of rows: for ``flagos-gemm`` capture graphs of few sizes, --engine
+'{"compilation_config": {"cudagraph_capture_sizes": [1, 8, 128]}}'.
 
 The engines of a model start at the same time and stay alive together, as many as the memory holds.
 After one run that is not timed they take turns, round after round, another one first in each, so

@@ -6,6 +6,7 @@ import pytest
 
 from vllm_fl import register_layers
 from vllm_fl.dispatch import reset_default_manager, reset_global_policy
+from vllm_fl.dispatch.errors import ConfigError
 
 
 @pytest.fixture
@@ -47,3 +48,17 @@ def test_what_others_have_registered_stays(built, monkeypatch):
 
     monkeypatch.setitem(op_registry_oot, "SomebodysLayer", type("SomebodysLayerOOT", (), {}))
     assert built(VLLM_FL_OOT_ENABLED="0") == ("RMSNorm", {"SomebodysLayer"})
+
+
+def test_two_plugins_with_a_layer_in_the_same_place(built):
+    from vllm.model_executor.custom_op import op_registry_oot
+
+    built(VLLM_FL_OOT_ENABLED="0")
+    other = op_registry_oot["RMSNorm"] = type("AcmeNorm", (), {"__module__": "acme.layers"})
+    with pytest.raises(
+        ConfigError, match=r"acme\.layers\.AcmeNorm, .*\.RMSNormFL\. Add rms_norm to VLLM_FL_OOT_"
+    ):
+        built()
+    _, registered = built(VLLM_FL_OOT_BLACKLIST="rms_norm")
+    assert {"SiluAndMul", "RMSNorm"} <= registered
+    assert op_registry_oot.pop("RMSNorm") is other

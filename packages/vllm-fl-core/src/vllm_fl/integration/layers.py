@@ -20,6 +20,7 @@ from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
 
 from vllm_fl.dispatch.calls import Function
 from vllm_fl.dispatch.default import bind_op, get_default_manager
+from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.integration.custom_ops import CUSTOM_OPS
 from vllm_fl.integration.handover import adopt, note_bound
@@ -206,7 +207,11 @@ def layer_classes() -> dict[str, dict[str, type[CustomOp]]]:
 
 
 def install(operators: Iterable[str]) -> None:
-    """Register the layers of these operators with vLLM, and take back those of all others."""
+    """Register the layers of these operators with vLLM, and take back those of all others.
+
+    Raises:
+        ConfigError: another plugin has registered a layer in place of the same one of vLLM's.
+    """
     classes = layer_classes()
     wanted = {
         name: (layer, op_name)
@@ -218,6 +223,14 @@ def install(operators: Iterable[str]) -> None:
         del op_registry_oot[name]
     for name in wanted.keys() - ours:
         layer, op_name = wanted[name]
+        if name in op_registry_oot:
+            other = op_registry_oot[name]
+            raise ConfigError(
+                f"In place of vLLM's {name} another plugin has registered "
+                f"{other.__module__}.{other.__qualname__}, and vllm-fl would register "
+                f"{layer.__module__}.{layer.__qualname__}. Add {op_name} to VLLM_FL_OOT_BLACKLIST "
+                "to keep the other plugin's, or leave that plugin out (VLLM_PLUGINS)."
+            )
         CustomOp.register_oot(layer, name=name)
         if op_name in CUSTOM_OPS:  # vLLM has put the class's name, custom_ops say this one
             layer.name = op_name

@@ -175,6 +175,30 @@ def test_when_all_fail_the_call_is_at_fault(manager, impl):
     assert manager.get_failed_impls() == {}
 
 
+def test_a_follower_that_cannot_be_loaded_gives_way(broken, impl):
+    broken.registry.unregister(OP, "vendor.acme")
+    broken.registry.register_impl(impl("vendor.acme", "nomod.x:f"))
+    assert broken.call(OP, 1) == ("reference.torch", 1)
+    failed = broken.get_failed_impls()[OP]
+    assert failed["default.flagos"] == "ArithmeticError: boom"
+    assert "Cannot import 'nomod.x'" in failed["vendor.acme"]
+
+
+def test_a_call_that_fails_asks_no_predicate_that_cannot_be_loaded(broken, impl):
+    broken.registry.unregister(OP, "vendor.acme")
+    broken.registry.register_impl(impl("vendor.acme", supports="nomod.x:f"))
+    assert broken.call(OP, 1) == ("reference.torch", 1)
+    assert list(broken.get_failed_impls()[OP]) == ["default.flagos"]
+    (refused,) = (
+        decision.reason
+        for one, decision in broken.rank(OP, call=((1,), {})).rejected
+        if one.impl_id == "vendor.acme"
+    )
+    assert refused.startswith("Cannot import 'nomod.x'")
+    with with_strict_mode(), pytest.raises(BackendLoadError, match=r"nomod\.x"):
+        broken.rank(OP, call=((1,), {}))
+
+
 class OutOfMemoryError(RuntimeError):
     """Named as torch's."""
 

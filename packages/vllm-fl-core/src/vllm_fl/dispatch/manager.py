@@ -178,19 +178,32 @@ class OpManager(state.PolicyListener):
             policy: the policy; None for the one in force here.
             call: arguments of a call, to leave out implementations that do not take them.
             phase: the phase of the engine's steps; "" for an operator that has none.
+
+        Raises:
+            BackendLoadError: the policy is strict, and what decides about the call cannot be
+                imported.
+            RegistrationError: the policy is strict, and it does not fit the operator.
         """
         self.ensure_initialized()
         get_spec(op_name)
+        policy = policy or state.get_policy()
 
         def takes(impl: OpImpl) -> Decision:
-            decide = predicate(impl) if call is not None else None
-            return YES if decide is None or call is None else decide(*call[0], **call[1])
+            if call is None:
+                return YES
+            try:
+                decide = predicate(impl)
+            except (BackendLoadError, RegistrationError) as error:
+                if policy.strict:
+                    raise
+                return Decision.no(str(error))
+            return YES if decide is None else decide(*call[0], **call[1])
 
         return rank(
             op_name,
             self.registry.get_implementations(op_name),
-            policy or state.get_policy(),
-            {} if (policy or state.get_policy()).strict else self._quarantine.of(op_name),
+            policy,
+            {} if policy.strict else self._quarantine.of(op_name),
             self._ask_availability,
             state.device_arch(),
             takes,
@@ -371,7 +384,12 @@ class OpManager(state.PolicyListener):
             decision = Decision(bool(followers), "no other implementation may run")
         for follower in followers:
             try:
-                result = self.function(follower)(*args, **kwargs)
+                follow = self.function(follower)
+            except (BackendLoadError, RegistrationError) as broken:
+                self._put_in_quarantine(follower, str(broken), "the next one is taken")
+                continue
+            try:
+                result = follow(*args, **kwargs)
             except Exception as second:
                 add_context(error, f"{follower.impl_id!r} failed, too: {second!r}")
                 decision = may_retry(second, spec, follower, args, kwargs, strict=False)

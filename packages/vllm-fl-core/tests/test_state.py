@@ -15,6 +15,7 @@ from vllm_fl.dispatch import (
     policy_from_config,
     reset_global_policy,
     set_global_policy,
+    state,
     with_allowed_vendors,
     with_denied_vendors,
     with_preference,
@@ -35,6 +36,22 @@ def test_reset_reads_the_environment_again(monkeypatch):
     monkeypatch.setenv("VLLM_FL_PREFER", "reference")
     assert get_policy().prefer == "flagos"
     reset_global_policy()
+    assert get_policy().prefer == "reference"
+
+
+def test_a_policy_that_a_reset_overtook_while_it_was_read_is_not_kept(monkeypatch):
+    read = state.current_config
+
+    def overtaken():
+        settings = read()
+        monkeypatch.setattr(state, "current_config", read)
+        monkeypatch.setenv("VLLM_FL_PREFER", "reference")
+        reset_global_policy()
+        return settings
+
+    reset_global_policy()
+    monkeypatch.setattr(state, "current_config", overtaken)
+    assert get_policy().prefer == "reference"
     assert get_policy().prefer == "reference"
 
 

@@ -107,16 +107,16 @@ def get_policy() -> SelectionPolicy:
 def get_global_policy() -> SelectionPolicy:
     """Return the process-wide policy; the first call reads the configuration."""
     global _policy
-    policy = _policy
-    if policy is None:
+    while True:
+        policy, epoch = _policy, _epoch
+        if policy is not None:
+            return policy
         settings = current_config()
         loaded = settings.policy()
         report_unused(settings)
         with _lock:
-            if _policy is None:
+            if epoch == _epoch and _policy is None:  # else a change has overtaken it
                 _policy = loaded
-            policy = _policy
-    return policy
 
 
 def report_unused(settings: config.Config) -> None:

@@ -27,6 +27,7 @@ from vllm_fl.dispatch import (
     with_preference,
     with_strict_mode,
 )
+from vllm_fl.dispatch.failure import Quarantine
 
 OP = "silu_and_mul"
 
@@ -577,6 +578,14 @@ def test_a_repaired_implementation_gets_another_chance(broken, impl):
     broken.registry.register_impl(impl("default.flagos"))
     assert broken.call(OP, 1)[0] == "default.flagos"
     assert broken.get_failed_impls() == {}
+
+
+def test_letting_out_what_is_out_already_changes_nothing():
+    quarantine = Quarantine()
+    quarantine.put(OP, "vendor.acme", "boom")
+    quarantine.clear()  # as a change of the policy does, while the registry tells of its own
+    quarantine.release(OP, "vendor.acme")
+    assert quarantine.copy() == {}
 
 
 def test_another_implementation_of_the_same_id_is_asked_itself(manager, impl):

@@ -84,7 +84,7 @@ class Quarantine:
     def release(self, op_name: str, impl_id: str) -> None:
         """Let one implementation out again."""
         with self._lock:
-            kept = {i: reason for i, reason in self._failed[op_name].items() if i != impl_id}
+            kept = {i: reason for i, reason in self.of(op_name).items() if i != impl_id}
             self._failed = {**self._failed, op_name: kept}
 
     def clear(self, op_name: str | None = None) -> None:

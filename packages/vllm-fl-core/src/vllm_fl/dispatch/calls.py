@@ -85,6 +85,10 @@ class Callables:
         owners[key] = held, tuple(impls)
         return fn
 
+    def own_as(self, op_name: str, fn: Function, other: Function) -> Function:
+        """Remember, as long as ``fn`` lives, that it runs what ``other`` runs."""
+        return self.own(fn, self._owners[op_name, id(other)][1])
+
     def owner(
         self, op_name: str, fn: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> OpImpl | None:

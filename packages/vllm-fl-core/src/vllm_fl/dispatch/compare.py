@@ -1,17 +1,23 @@
-"""Comparing an operator's implementation with another one on the live inputs, layer by layer."""
+"""VLLM_FL_COMPARE: an operator's implementation beside another one on the live inputs, by layer.
+
+A manager that has a :class:`Comparison` hands it the function of each handle; the layer then calls
+what :meth:`Comparison.of_layer` returns.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm_fl.dispatch import env
-from vllm_fl.dispatch.errors import ConfigError, VllmFLError
+from vllm_fl.dispatch.calls import Function
+from vllm_fl.dispatch.errors import ConfigError, UnknownOperatorError, VllmFLError
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.ops import get_spec
-from vllm_fl.dispatch.policy import check_token
+from vllm_fl.dispatch.policy import Ranking, SelectionPolicy, check_token
+from vllm_fl.dispatch.types import OpImpl
 
 
 class ComparisonError(VllmFLError, ArithmeticError):
@@ -73,9 +79,58 @@ class Comparison:
         self.differences: dict[tuple[str, int], Difference] = {}
         self.own: dict[str, str] = {}
 
-    def compared(
-        self, op_name: str, number: int, fn: Callable[..., Any], yardstick: Callable[..., Any]
-    ) -> Callable[..., Any]:
+    @classmethod
+    def from_environment(cls) -> Comparison | None:
+        """Return what VLLM_FL_COMPARE asks for; None if it asks for nothing.
+
+        Raises:
+            ConfigError: the variables hold something that is not allowed.
+        """
+        yardsticks, limit = env.COMPARE.read(), env.COMPARE_LIMIT.read()
+        if not yardsticks:
+            return None
+        try:
+            return cls(yardsticks, limit)
+        except (ConfigError, UnknownOperatorError) as error:
+            raise ConfigError(f"{env.COMPARE.name}: {error}") from error
+
+    def of_layer(
+        self,
+        impl: OpImpl,
+        fn: Function,
+        number: int,
+        policy: SelectionPolicy,
+        rank: Callable[[str, SelectionPolicy], Ranking],
+    ) -> Function:
+        """Return what a layer calls: ``fn`` compared, or ``fn`` itself if nothing is to be.
+
+        Args:
+            impl: the layer's first choice.
+            fn: what runs it.
+            number: the layer's number among the operator's.
+            policy: the layer's policy, to which the yardstick's order is added.
+            rank: ranks the operator's implementations under a policy.
+
+        Raises:
+            ConfigError: there is nothing to compare with.
+        """
+        token = self.yardsticks.get(impl.op_name)
+        if token is None:
+            return fn
+        try:
+            policy = replace(policy, per_op_order=((impl.op_name, (token,)),))
+            other = rank(impl.op_name, policy).require()[0]
+            yardstick = other.load()
+        except VllmFLError as error:
+            raise ConfigError(
+                f"{env.COMPARE.name}: nothing to compare {impl.op_name} with ({token}). {error}"
+            ) from error
+        if other == impl:
+            self._leave_out(impl)
+            return fn
+        return self._compared(impl.op_name, number, fn, yardstick)
+
+    def _compared(self, op_name: str, number: int, fn: Function, yardstick: Function) -> Function:
         """Return ``fn`` with each result compared; the yardstick runs on copies of the inputs."""
         found = self.differences.setdefault((op_name, number), Difference(op_name, number))
         spec = get_spec(op_name)
@@ -97,23 +152,27 @@ class Comparison:
 
         return run
 
-    def leave_out(self, op_name: str, impl_id: str) -> None:
+    def _leave_out(self, impl: OpImpl) -> None:
         """Note, and say once an operator, that what runs is the yardstick itself."""
-        if op_name not in self.own:
+        if impl.op_name not in self.own:
             get_logger().warning(
                 "%s of %s is not compared with itself: give %s another implementation than %s, or "
                 "let another one run.",
-                impl_id, op_name, env.COMPARE.name, self.yardsticks[op_name],
+                impl.impl_id, impl.op_name, env.COMPARE.name, self.yardsticks[impl.op_name],
             )  # fmt: skip
-        self.own[op_name] = impl_id
+        self.own[impl.op_name] = impl.impl_id
 
     def reset(self) -> None:
         """Forget what was found."""
         for found in self.differences.values():  # which functions that are in use hold
             found.calls, found.absolute, found.relative = 0, 0.0, 0.0
 
-    def report(self) -> None:
-        """Log what was found, the largest relative difference first."""
+    def report(self, bound: Mapping[str, int]) -> None:
+        """Log what was found, the largest relative difference first, and what was not compared.
+
+        Args:
+            bound: operator -> how many layers have one.
+        """
         for found in sorted(self.differences.values(), key=lambda d: -d.relative):
             if not found.calls:
                 get_logger().warning(
@@ -133,6 +192,12 @@ class Comparison:
                 get_logger().warning(
                     "%s: nothing was compared with %s, which is %s, the implementation that ran.",
                     op_name, self.yardsticks[op_name], impl_id,
+                )  # fmt: skip
+        for op_name, token in self.yardsticks.items():
+            if not bound.get(op_name):
+                get_logger().warning(
+                    "No layer called %s through vllm-fl: nothing was compared with %s.",
+                    op_name, token,
                 )  # fmt: skip
 
     def _note(self, found: Difference, result: Any, expected: Any) -> None:

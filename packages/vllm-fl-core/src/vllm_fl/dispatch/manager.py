@@ -11,21 +11,14 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_fl.dispatch import discovery, env, state
 from vllm_fl.dispatch.calls import Callables, Function, Observer
 from vllm_fl.dispatch.compare import Comparison
 from vllm_fl.dispatch.counters import Counters
-from vllm_fl.dispatch.errors import (
-    BackendLoadError,
-    ConfigError,
-    RegistrationError,
-    UnknownOperatorError,
-    VllmFLError,
-    add_context,
-)
+from vllm_fl.dispatch.errors import BackendLoadError, RegistrationError, add_context
 from vllm_fl.dispatch.exits import at_exit
 from vllm_fl.dispatch.failure import Quarantine, describe_call, may_retry
 from vllm_fl.dispatch.handle import BoundOp
@@ -49,12 +42,10 @@ class Resolution:
     Attributes:
         impl: the first choice.
         fn: what to call.
-        order: what ``fn`` chooses from; the first choice alone unless it may decline a call.
     """
 
     impl: OpImpl
     fn: Function
-    order: tuple[OpImpl, ...]
 
 
 class OpManager(state.PolicyListener):
@@ -125,14 +116,10 @@ class OpManager(state.PolicyListener):
                 logger.warning("Backend %s lost an operator: %s", record.name, problem)
 
     def _read_environment(self) -> None:
-        yardsticks, limit = env.COMPARE.read(), env.COMPARE_LIMIT.read()
         path = env.OPLIST.read() or env.FLAGGEMS_OPLIST.read()
         debug = env.DISPATCH_DEBUG.read()
-        if yardsticks:
-            try:
-                self.comparison = Comparison(yardsticks, limit)
-            except (ConfigError, UnknownOperatorError) as error:
-                raise ConfigError(f"{env.COMPARE.name}: {error}") from error
+        self.comparison = Comparison.from_environment()
+        if self.comparison is not None:
             at_exit(self._report_comparison)
         if path is not None:
             self.oplist = OpList(path)
@@ -141,16 +128,8 @@ class OpManager(state.PolicyListener):
             at_exit(self.counters.report)
 
     def _report_comparison(self) -> None:
-        """Log the differences, and what no layer has called; a process may run no operator."""
-        if self.comparison is None:
-            return
-        self.comparison.report()
-        for op_name, token in self.comparison.yardsticks.items():
-            if self.used and not self._bound[op_name]:
-                logger.warning(
-                    "No layer called %s through vllm-fl: nothing was compared with %s.",
-                    op_name, token,
-                )  # fmt: skip
+        if self.comparison is not None and self.used:  # a process may run no operator
+            self.comparison.report(self._bound)
 
     # -- selection
 
@@ -471,7 +450,11 @@ class OpManager(state.PolicyListener):
             impl: OpImpl | None = None
             try:
                 resolution = self._resolution(handle.op_name, handle.scoped)
-                impl, fn = resolution.impl, self._compared(handle, resolution)
+                impl, fn = resolution.impl, resolution.fn
+                if self.comparison is not None:
+                    policy = handle.scoped or state.get_global_policy()
+                    compared = self.comparison.of_layer(impl, fn, handle.number, policy, self.rank)
+                    fn = self._callables.own_as(handle.op_name, compared, fn)
             except Exception as error:  # of a backend, too: the other handles must follow
                 fn = _raiser(error)
             with self._lock:
@@ -481,27 +464,6 @@ class OpManager(state.PolicyListener):
             if impl is not None:
                 self.note_use(impl)
             return
-
-    def _compared(self, handle: BoundOp, resolution: Resolution) -> Function:
-        """Return the handle's function, compared with another one if that was asked for."""
-        op_name = handle.op_name
-        if self.comparison is None or op_name not in self.comparison.yardsticks:
-            return resolution.fn
-        token = self.comparison.yardsticks[op_name]
-        policy = handle.scoped or state.get_global_policy()
-        policy = replace(policy, per_op_order=((op_name, (token,)),))
-        try:
-            other = self.rank(op_name, policy).require()[0]
-            yardstick = other.load()
-        except VllmFLError as error:
-            raise ConfigError(
-                f"{env.COMPARE.name}: nothing to compare {op_name} with ({token}). {error}"
-            ) from error
-        if other == resolution.impl:
-            self.comparison.leave_out(op_name, other.impl_id)
-            return resolution.fn
-        fn = self.comparison.compared(op_name, handle.number, resolution.fn, yardstick)
-        return self._callables.own(fn, resolution.order)
 
     def _resolution(self, op_name: str, scoped: SelectionPolicy | None) -> Resolution:
         """Return the resolution under ``scoped`` (None: the process-wide policy), cached.
@@ -541,7 +503,7 @@ class OpManager(state.PolicyListener):
             self._put_in_quarantine(impl, str(error), "the next one is taken")
         if env.DISPATCH_DEBUG.read():
             _log_decision(ranking)
-        return Resolution(order[0], self._callables.first_that_takes(order), order)
+        return Resolution(order[0], self._callables.first_that_takes(order))
 
     def _first_broken(self, order: tuple[OpImpl, ...]) -> tuple[OpImpl, Exception] | None:
         for impl in order:

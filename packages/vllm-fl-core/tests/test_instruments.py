@@ -9,7 +9,13 @@ import threading
 
 import pytest
 
-from vllm_fl.dispatch import OpManager, env, with_denied_vendors
+from vllm_fl.dispatch import (
+    OpManager,
+    SelectionPolicy,
+    env,
+    set_global_policy,
+    with_denied_vendors,
+)
 from vllm_fl.dispatch.compare import Comparison, ComparisonError
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.oplist import OpList, write_atomically
@@ -255,6 +261,60 @@ def test_nothing_is_compared_with_itself_and_equal_infinities_are_equal(manager,
     manager.comparison = Comparison({OP: "vendor"}, 0.0)
     handle = manager.bind(OP)
     assert handle.fn is manager.resolve(OP)
+
+
+def test_a_yardstick_is_not_run_on_what_it_does_not_take(manager, impl):
+    taken = []
+    manager.registry.register_many(
+        [
+            impl("default.flagos", lambda x: x * 1),
+            impl("reference.torch", taken.append, supports=lambda x: x.ndim == 2 or "a row"),
+        ]
+    )
+    manager.comparison = Comparison({OP: "reference"}, None)
+    with pytest.raises(
+        ComparisonError, match="with reference, which does not take the call: a row"
+    ):
+        manager.bind(OP)(torch.ones(1))
+    assert (taken, manager.get_failed_impls()) == ([], {})
+
+
+@pytest.mark.parametrize(
+    ("answer", "shapes"),
+    [
+        (lambda x: x[:1], r"\[1\]"),  # which would fit the other by broadcasting
+        (lambda x: x[:2], r"\[2\]"),
+        (lambda x: (x, x), r"\[3\], \[3\]"),
+        (lambda x: None, "nothing"),
+    ],
+)
+def test_a_result_of_another_shape_stops_the_run_and_nothing_falls_back(
+    manager, impl, answer, shapes
+):
+    manager.registry.register_many(
+        [impl("default.flagos", answer), impl("reference.torch", lambda x: x * 1)]
+    )
+    manager.comparison = Comparison({OP: "reference"}, None)
+    said = rf"^silu_and_mul in layer 0 gave {shapes}, reference \[3\]: shapes that cannot"
+    with pytest.raises(ComparisonError, match=said):
+        manager.bind(OP)(torch.ones(3))
+    assert manager.get_failed_impls() == {}
+
+
+def test_what_is_bound_may_be_asked_while_a_handle_is_bound(manager, impl):
+    asked = []
+
+    def probe():
+        asked.append(manager.bound())
+        return True
+
+    manager.registry.register_many(
+        [impl("default.flagos"), impl("reference.torch", available=probe)]
+    )
+    manager.comparison = Comparison({OP: "reference"}, None)
+    set_global_policy(SelectionPolicy.from_dict(per_op_order={OP: ["flagos"]}))
+    assert manager.bind(OP).impl.impl_id == "default.flagos"
+    assert asked == [set()]
 
 
 @pytest.mark.parametrize(

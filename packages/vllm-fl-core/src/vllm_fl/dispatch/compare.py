@@ -7,7 +7,7 @@ what :meth:`Comparison.of_layer` returns.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,12 @@ from vllm_fl.dispatch.errors import ConfigError, UnknownOperatorError, VllmFLErr
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.ops import get_spec
 from vllm_fl.dispatch.policy import Ranking, SelectionPolicy, check_token
-from vllm_fl.dispatch.types import OpImpl
+from vllm_fl.dispatch.predicate import Predicate, predicate
+from vllm_fl.dispatch.types import YES, OpImpl
 
 
 class ComparisonError(VllmFLError, ArithmeticError):
-    """A result differs from the yardstick's by more than the limit, or there is no yardstick."""
+    """A result differs from the yardstick's by more than the limit, or cannot be compared."""
 
 
 @dataclass
@@ -120,7 +121,7 @@ class Comparison:
         try:
             policy = replace(policy, per_op_order=((impl.op_name, (token,)),))
             other = rank(impl.op_name, policy).require()[0]
-            yardstick = other.load()
+            yardstick, takes = other.load(), predicate(other)
         except VllmFLError as error:
             raise ConfigError(
                 f"{env.COMPARE.name}: nothing to compare {impl.op_name} with ({token}). {error}"
@@ -128,14 +129,27 @@ class Comparison:
         if other == impl:
             self._leave_out(impl)
             return fn
-        return self._compared(impl.op_name, number, fn, yardstick)
+        return self._compared(impl.op_name, number, fn, yardstick, takes)
 
-    def _compared(self, op_name: str, number: int, fn: Function, yardstick: Function) -> Function:
+    def _compared(
+        self,
+        op_name: str,
+        number: int,
+        fn: Function,
+        yardstick: Function,
+        takes: Predicate | None,
+    ) -> Function:
         """Return ``fn`` with each result compared; the yardstick runs on copies of the inputs."""
         found = self.differences.setdefault((op_name, number), Difference(op_name, number))
         spec = get_spec(op_name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            taken = YES if takes is None else takes(*args, **kwargs)
+            if not taken:
+                raise ComparisonError(
+                    f"{op_name} cannot be compared with {self.yardsticks[op_name]}, which does not "
+                    f"take the call: {taken.reason}"
+                )
             copies = [_copy(value) for value in args]
             named_copies = {name: _copy(value) for name, value in kwargs.items()}
             result = fn(*args, **kwargs)
@@ -201,8 +215,15 @@ class Comparison:
                 )  # fmt: skip
 
     def _note(self, found: Difference, result: Any, expected: Any) -> None:
+        given, wanted = list(_tensors(result)), list(_tensors(expected))
+        if _shapes(given) != _shapes(wanted):
+            raise ComparisonError(
+                f"{found.op_name} in layer {found.number} gave {_shapes(given)}, "
+                f"{self.yardsticks[found.op_name]} {_shapes(wanted)}: shapes that cannot be "
+                "compared."
+            )
         found.calls += 1
-        for ours, theirs in zip(_tensors(result), _tensors(expected), strict=True):
+        for ours, theirs in zip(given, wanted, strict=True):
             absolute, relative = _difference(ours, theirs)
             found.absolute = max(found.absolute, absolute)
             found.relative = max(found.relative, relative)
@@ -224,6 +245,10 @@ def _tensors(result: Any) -> Iterator[Any]:
             yield from _tensors(value)
     elif hasattr(result, "dtype"):
         yield result
+
+
+def _shapes(tensors: Iterable[Any]) -> str:
+    return ", ".join(str(list(tensor.shape)) for tensor in tensors) or "nothing"
 
 
 def _difference(ours: Any, theirs: Any) -> tuple[float, float]:

@@ -37,6 +37,7 @@ class BoundOp:
         self.op_name = op_name
         self.number = number
         self.scoped = scoped
+        self.impl = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the implementation; on an error fall back where that is allowed."""

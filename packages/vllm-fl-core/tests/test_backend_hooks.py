@@ -69,6 +69,20 @@ def test_the_lists_take_what_a_backend_knows(acme, key):
         SelectionPolicy.from_dict(**{key: ["rms_nrm"]})
 
 
+def test_a_backend_that_cannot_say_what_it_knows_loses_this_question_alone(acme, monkeypatch):
+    (first, *others) = discovery.get_discovered_plugins()
+
+    class Broken(Acme):
+        def knows(self, name):
+            raise OSError("libacne.so")
+
+    broken = discovery.DiscoveredBackend("acne", "by hand", backend=Broken())
+    monkeypatch.setattr(discovery, "get_discovered_plugins", lambda: (broken, first, *others))
+    assert SelectionPolicy(flagos_blacklist=["at_mm"]).flagos_blacklist == {"at_mm"}
+    with pytest.raises(UnknownOperatorError, match=r"'mm'.* acne cannot say .* OSError: libacne"):
+        SelectionPolicy(flagos_blacklist=["mm"])
+
+
 def test_orders_are_for_operators_alone(acme):
     with pytest.raises(UnknownOperatorError, match="Unknown operator 'at_mm'"):
         SelectionPolicy.from_dict(per_op_order={"at_mm": ["vendor"]})

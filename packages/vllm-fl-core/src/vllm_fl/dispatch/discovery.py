@@ -181,11 +181,19 @@ def knows_listed_name(name: str) -> Decision:
     reasons = []
     for record in get_discovered_plugins():
         if record.decision and record.backend is not None:
-            decision = Decision.of(record.backend.knows(name), "")
+            decision = _knows(record.name, record.backend, name)
             if decision:
                 return YES
             reasons.append(decision.reason)
     return Decision.no(" ".join(filter(None, reasons)))
+
+
+def _knows(backend_name: str, backend: Backend, name: str) -> Decision:
+    try:
+        return Decision.of(backend.knows(name), "")
+    except (Exception, SystemExit) as error:
+        reason = f"{backend_name} cannot say whether it knows {name!r}: {type(error).__name__}"
+        return Decision.no(f"{reason}: {error}.")
 
 
 def clear_discovered_plugins() -> None:

@@ -27,7 +27,7 @@ from vllm_fl.dispatch import (
     with_preference,
     with_strict_mode,
 )
-from vllm_fl.dispatch.failure import Quarantine
+from vllm_fl.dispatch.quarantine import Quarantine
 
 OP = "silu_and_mul"
 

@@ -1,19 +1,60 @@
-"""What an exception of an implementation means, and which implementations have failed."""
+"""What an exception of an implementation means: whether another one may answer the call."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from vllm_fl.dispatch.errors import VllmFLError
-from vllm_fl.dispatch.spec import OpSpec
+from vllm_fl.dispatch.errors import VllmFLError, add_context
+from vllm_fl.dispatch.logging import get_logger
+from vllm_fl.dispatch.ops import get_spec
 from vllm_fl.dispatch.types import YES, Decision, OpImpl
+
+
+def fall_back(
+    error: Exception,
+    impl: OpImpl,
+    followers: Iterable[tuple[OpImpl, Callable[..., Any]]],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    strict: bool,
+) -> tuple[OpImpl, Any]:
+    """Answer a call in which ``impl`` raised ``error`` with the first of ``followers`` that can.
+
+    Args:
+        error: what was raised.
+        impl: which implementation raised it.
+        followers: what to try then; asked for only if the call may be repeated.
+        args: the call's arguments.
+        kwargs: the call's named arguments.
+        strict: whether nothing falls back.
+
+    Returns:
+        The implementation that answered, and its answer.
+
+    Raises:
+        Exception: ``error``, with a note that tells the call and why nothing else answered it.
+    """
+    decision = may_retry(error, impl, args, kwargs, strict)
+    exhausted = "no other implementation may run"
+    for follower, fn in followers if decision else ():
+        try:
+            return follower, fn(*args, **kwargs)
+        except Exception as second:
+            add_context(error, f"{follower.impl_id!r} failed, too: {second!r}")
+            decision = may_retry(second, follower, args, kwargs, strict=False)
+            exhausted = "every implementation failed"
+            if not decision:
+                break
+    context = f"{describe_failure(impl, args, kwargs)} ({decision.reason or exhausted})"
+    add_context(error, context)
+    if not hasattr(error, "__notes__"):  # before Python 3.11 an exception has no notes
+        get_logger().error("%s: %s %s", type(error).__name__, error, context)
+    raise error
 
 
 def may_retry(
     error: Exception,
-    spec: OpSpec,
     impl: OpImpl,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -26,6 +67,7 @@ def may_retry(
         return Decision.no("it is not the implementation's fault")
     if is_out_of_memory(error):
         return Decision.no("out of memory says nothing about the implementation")
+    spec = get_spec(impl.op_name)
     try:
         spec.signature.bind(*args, **kwargs)
     except TypeError as misuse:
@@ -45,6 +87,14 @@ def is_out_of_memory(error: BaseException) -> bool:
     return "out of memory" in text or "can't allocate memory" in text
 
 
+def describe_failure(impl: OpImpl, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Say in which operator and implementation a call failed, and the arguments' shapes."""
+    return (
+        f"in operator {impl.op_name!r}, implementation {impl.impl_id!r}, called with "
+        f"{describe_call(args, kwargs)}"
+    )
+
+
 def describe_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     """Write the arguments of a call with shapes and dtypes instead of values."""
     parts = [_describe(value) for value in args]
@@ -57,42 +107,3 @@ def _describe(value: Any) -> str:
         dtype = str(value.dtype).removeprefix("torch.")
         return f"{dtype}{list(value.shape)} on {getattr(value, 'device', 'cpu')}"
     return repr(value)[:60]
-
-
-class Quarantine:
-    """Implementations that have failed, each with its reason, until the policy changes."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._failed: Mapping[str, Mapping[str, str]] = {}
-
-    def put(self, op_name: str, impl_id: str, reason: str) -> bool:
-        """Add an implementation; return whether it was not there yet."""
-        with self._lock:
-            failed = self._failed.get(op_name, {})
-            self._failed = {**self._failed, op_name: {**failed, impl_id: reason}}
-            return impl_id not in failed
-
-    def of(self, op_name: str) -> Mapping[str, str]:
-        """Return implementation id -> reason."""
-        return self._failed.get(op_name, {})
-
-    def copy(self) -> dict[str, dict[str, str]]:
-        """Return operator -> implementation id -> reason."""
-        return {op: dict(failed) for op, failed in self._failed.items() if failed}
-
-    def release(self, op_name: str, impl_id: str) -> None:
-        """Let one implementation out again."""
-        with self._lock:
-            kept = {i: reason for i, reason in self.of(op_name).items() if i != impl_id}
-            self._failed = {**self._failed, op_name: kept}
-
-    def clear(self, op_name: str | None = None) -> None:
-        """Let the implementations of one operator or of all out again."""
-        with self._lock:
-            kept = {op: f for op, f in self._failed.items() if op_name not in (None, op)}
-            self._failed = kept
-
-    def reinit_lock_after_fork(self) -> None:
-        """Replace the lock in a forked child, where its holder no longer runs."""
-        self._lock = threading.Lock()

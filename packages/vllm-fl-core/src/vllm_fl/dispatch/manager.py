@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,9 @@ from vllm_fl.dispatch import discovery, env, state
 from vllm_fl.dispatch.calls import Callables, Function, Observer
 from vllm_fl.dispatch.compare import Comparison
 from vllm_fl.dispatch.counters import Counters
-from vllm_fl.dispatch.errors import BackendLoadError, RegistrationError, add_context
+from vllm_fl.dispatch.errors import BackendLoadError, RegistrationError
 from vllm_fl.dispatch.exits import at_exit
-from vllm_fl.dispatch.failure import Quarantine, describe_call, may_retry
+from vllm_fl.dispatch.failure import describe_failure, fall_back
 from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.oplist import OpList
@@ -28,6 +28,7 @@ from vllm_fl.dispatch.ops import CATALOGUE, get_spec
 from vllm_fl.dispatch.phases import phase_name
 from vllm_fl.dispatch.policy import Ranking, SelectionPolicy, rank
 from vllm_fl.dispatch.predicate import predicate
+from vllm_fl.dispatch.quarantine import Quarantine
 from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.types import YES, Decision, OpImpl
 
@@ -351,39 +352,31 @@ class OpManager(state.PolicyListener):
         impl = self._callables.owner(op_name, fn, args, kwargs)
         if impl is None:  # nothing ran, and ``error`` says why
             raise error
-        spec = get_spec(op_name)
-        context = f"in operator {op_name!r}, implementation {impl.impl_id!r}, called with "
-        context += describe_call(args, kwargs)
-        decision = may_retry(error, spec, impl, args, kwargs, policy.strict)
-        followers: tuple[OpImpl, ...] = ()
-        if decision:
-            order = self.rank(op_name, policy, (args, kwargs)).order
-            place = next((i for i, c in enumerate(order) if c.impl_id == impl.impl_id), -1)
-            followers = order[place + 1 :]
-            decision = Decision(bool(followers), "no other implementation may run")
-        for follower in followers:
+        followers = self._followers(impl, policy, args, kwargs)
+        follower, result = fall_back(error, impl, followers, args, kwargs, policy.strict)
+        self.counters.fell_back(op_name, impl.impl_id)
+        reason = f"{type(error).__name__}: {error}"
+        context = describe_failure(impl, args, kwargs)
+        self._put_in_quarantine(impl, reason, f"{follower.impl_id} takes over. {context}")
+        return result
+
+    def _followers(
+        self,
+        impl: OpImpl,
+        policy: SelectionPolicy,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Iterator[tuple[OpImpl, Function]]:
+        """Yield what may answer a call after ``impl``; what cannot be loaded is passed over."""
+        order = self.rank(impl.op_name, policy, (args, kwargs)).order
+        place = next((i for i, c in enumerate(order) if c.impl_id == impl.impl_id), -1)
+        for follower in order[place + 1 :]:
             try:
-                follow = self.function(follower)
-            except (BackendLoadError, RegistrationError) as broken:
-                self._put_in_quarantine(follower, str(broken), "the next one is taken")
-                continue
-            try:
-                result = follow(*args, **kwargs)
-            except Exception as second:
-                add_context(error, f"{follower.impl_id!r} failed, too: {second!r}")
-                decision = may_retry(second, spec, follower, args, kwargs, strict=False)
-                if not decision:
-                    break
+                fn = self.function(follower)
+            except (BackendLoadError, RegistrationError) as error:
+                self._put_in_quarantine(follower, str(error), "the next one is taken")
             else:
-                self.counters.fell_back(op_name, impl.impl_id)
-                reason = f"{type(error).__name__}: {error}"
-                self._put_in_quarantine(impl, reason, f"{follower.impl_id} takes over. {context}")
-                return result
-        context += f" ({decision.reason or 'every implementation failed'})"
-        add_context(error, context)
-        if not hasattr(error, "__notes__"):  # before Python 3.11 an exception has no notes
-            logger.error("%s: %s %s", type(error).__name__, error, context)
-        raise error
+                yield follower, fn
 
     def _put_in_quarantine(self, impl: OpImpl, reason: str, consequence: str) -> None:
         if self._quarantine.put(impl.op_name, impl.impl_id, reason):

@@ -112,7 +112,7 @@ def test_comparison_from_the_environment(monkeypatch):
 
 def test_the_operator_list_follows_what_is_bound(manager, impl, tmp_path):
     manager.registry.register_many([impl("vendor.acme"), impl("reference.torch")])
-    manager.oplist = OpList(tmp_path / "ops.txt")
+    manager.usage.oplist = OpList(tmp_path / "ops.txt")
     handle = manager.bind(OP)
     assert (tmp_path / "ops.txt").read_text() == (
         "[DEBUG] vllm_fl.dispatch.ops.silu_and_mul: vendor.acme\n"
@@ -129,7 +129,7 @@ def test_the_operator_list_follows_what_is_bound(manager, impl, tmp_path):
 
 def test_the_operator_list_follows_what_is_called(manager, impl, tmp_path):
     manager.registry.register_many([impl("vendor.acme"), impl("reference.torch")])
-    manager.oplist = OpList(tmp_path / "ops.txt")
+    manager.usage.oplist = OpList(tmp_path / "ops.txt")
     manager.resolve(OP)
     assert not (tmp_path / "ops.txt").exists()
     assert manager.call(OP, 1)[0] == "vendor.acme"
@@ -139,15 +139,15 @@ def test_the_operator_list_follows_what_is_called(manager, impl, tmp_path):
         "[DEBUG]", "vllm_fl.dispatch.ops.silu_and_mul:", "vendor.acme",
         "[DEBUG]", "vllm_fl.dispatch.ops.silu_and_mul:", "reference.torch",
     ]  # fmt: skip
-    assert manager.used == {OP: {"vendor.acme", "reference.torch"}}
+    assert manager.usage.impl_ids == {OP: {"vendor.acme", "reference.torch"}}
 
 
-def test_the_operator_list_is_written_without_the_manager_s_lock(manager, impl, tmp_path):
+def test_the_operator_list_is_written_without_a_lock_held(manager, impl, tmp_path):
     free = []
 
     class Watched(OpList):
         def add(self, lines):
-            thread = threading.Thread(target=lambda: free.append(is_free(manager._lock)))
+            thread = threading.Thread(target=lambda: free.append(is_free(manager.usage._lock)))
             thread.start()
             thread.join()
             super().add(lines)
@@ -159,7 +159,7 @@ def test_the_operator_list_is_written_without_the_manager_s_lock(manager, impl, 
         return acquired
 
     manager.registry.register_many([impl("vendor.acme"), impl("reference.torch")])
-    manager.oplist = Watched(tmp_path / "ops.txt")
+    manager.usage.oplist = Watched(tmp_path / "ops.txt")
     manager.bind(OP)
     assert free == [True]
 
@@ -187,7 +187,7 @@ def test_a_link_is_replaced_not_followed(tmp_path):
 
 def test_a_list_that_cannot_be_written_stops_nothing(manager, impl, tmp_path, log):
     manager.registry.register_impl(impl("reference.torch"))
-    manager.oplist = OpList(tmp_path / "missing" / "ops.txt")
+    manager.usage.oplist = OpList(tmp_path / "missing" / "ops.txt")
     assert manager.bind(OP)(1)[0] == "reference.torch"
     assert "cannot be written" in log[0].getMessage()
 
@@ -198,7 +198,7 @@ def test_the_list_from_the_environment(monkeypatch, tmp_path, name):
     monkeypatch.setenv(name, str(tmp_path / "ops"))
     manager = OpManager()
     manager.ensure_initialized()
-    assert manager.oplist.path == tmp_path / "ops"
+    assert manager.usage.oplist.path == tmp_path / "ops"
 
 
 def test_counts_are_printed_at_exit_in_debug_mode(wheels):

@@ -156,32 +156,36 @@ def test_reports_show_both(two):
 def test_the_table_says_what_is_in_use_and_not_what_was_passed_over(two):
     set_global_policy(SelectionPolicy.from_dict(per_op_order={OP: ["flagos", "vendor"]}))
     vendor = two.registry.get_implementation(OP, "vendor.acme")
-    two.note_use(vendor)
+    two.usage.note(vendor)
     assert [(r["op"], r["implementation"]) for r in operator_table(two)] == [(OP, "vendor.acme")]
     flagos = two.registry.get_implementation(OP, "default.flagos")
-    two.note_use(flagos, "decode")
-    two.note_use(vendor, "prefill")
+    two.usage.note(flagos, "decode")
+    two.usage.note(vendor, "prefill")
     assert {r["op"]: r["implementation"] for r in operator_table(two)} == {
         f"{OP}.decode": "default.flagos", f"{OP}.prefill": "vendor.acme",
     }  # fmt: skip
 
 
 def test_a_question_leaves_what_serves_as_it_is(two, tmp_path):
-    two.oplist = OpList(tmp_path / "ops.txt")
+    two.usage.oplist = OpList(tmp_path / "ops.txt")
     flagos = two.registry.get_implementation(OP, "default.flagos")
     vendor = two.registry.get_implementation(OP, "vendor.acme")
-    two.note_use(flagos, "decode")
-    two.note_use(vendor, "prefill")
-    before = operator_table(two), (tmp_path / "ops.txt").read_text(), two.used[f"{OP}.decode"]
+    two.usage.note(flagos, "decode")
+    two.usage.note(vendor, "prefill")
+    before = (
+        operator_table(two),
+        (tmp_path / "ops.txt").read_text(),
+        two.usage.impl_ids[f"{OP}.decode"],
+    )
     assert two.get_selected_impl_id(OP) == "default.flagos"
     two.resolve(OP)
     two.resolve_candidates(OP)
     explain(two, OP)
-    assert two.serving(OP) == {"decode": flagos, "prefill": vendor}
+    assert two.usage.serving(OP) == {"decode": flagos, "prefill": vendor}
     assert (
-        operator_table(two), (tmp_path / "ops.txt").read_text(), two.used[f"{OP}.decode"],
+        operator_table(two), (tmp_path / "ops.txt").read_text(), two.usage.impl_ids[f"{OP}.decode"],
     ) == before  # fmt: skip
-    assert OP not in two.used
+    assert OP not in two.usage.impl_ids
 
 
 def test_the_command_line_explains_both(capsys, monkeypatch):

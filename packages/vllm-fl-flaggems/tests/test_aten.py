@@ -12,6 +12,7 @@ import pytest
 
 from vllm_fl.dispatch import ConfigError, SelectionPolicy, UnknownOperatorError
 from vllm_fl.dispatch import config as configuration
+from vllm_fl.dispatch.usage import Usage
 from vllm_fl_flaggems.backend import FlagGemsBackend
 from vllm_fl_flaggems.gems import aten, mends, start
 from vllm_fl_flaggems.gems.source import Entry, Installed
@@ -135,11 +136,11 @@ def worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Worker:
     monkeypatch.setattr(start, "installed", lambda: FOUND)
     monkeypatch.setattr(start, "OPLIST", tmp_path / "oplist.txt")
     monkeypatch.setattr(start, "get_default_manager", lambda: MANAGER)
-    MANAGER.oplist = None
+    MANAGER.usage.oplist = None
     return module
 
 
-MANAGER = SimpleNamespace(oplist=None)
+MANAGER = SimpleNamespace(usage=Usage())
 
 
 @pytest.fixture

@@ -10,11 +10,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from vllm_fl.dispatch import discovery, env, state
+from vllm_fl.dispatch.availability import Availability
 from vllm_fl.dispatch.calls import Callables, Function, Observer
 from vllm_fl.dispatch.compare import Comparison
 from vllm_fl.dispatch.counters import Counters
@@ -25,12 +26,12 @@ from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.oplist import OpList
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
-from vllm_fl.dispatch.phases import phase_name
 from vllm_fl.dispatch.policy import Ranking, SelectionPolicy, rank
 from vllm_fl.dispatch.predicate import predicate
 from vllm_fl.dispatch.quarantine import Quarantine
 from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.types import YES, Decision, OpImpl
+from vllm_fl.dispatch.usage import Usage
 
 logger = get_logger()
 _scoped_policy = state.SCOPED.get
@@ -59,8 +60,7 @@ class OpManager(state.PolicyListener):
     Attributes:
         registry: who implements what.
         comparison: what VLLM_FL_COMPARE asked for; None while nothing is compared.
-        oplist: the file of VLLM_FL_OPLIST; None for none.
-        used: operator, with its phase where phases differ -> implementations noted as in use.
+        usage: which implementations are in use.
         functions: operator -> what a call under the process-wide policy runs, once it was called.
     """
 
@@ -69,15 +69,13 @@ class OpManager(state.PolicyListener):
     ) -> None:
         self.registry = OpRegistry() if registry is None else registry
         self.comparison: Comparison | None = None
-        self.oplist: OpList | None = None
-        self.used: dict[str, set[str]] = {}
-        self._serving: dict[str, dict[str, OpImpl]] = {}
+        self.usage = Usage()
         self._lock = threading.RLock()
         self._initialized = not register_builtins
         self._initializing = False
         self._callables = Callables()
         self._quarantine = Quarantine()
-        self._availability: dict[object, Decision] = {}
+        self._availability = Availability()
         self._told: set[str] = set()
         self._epoch = 0
         self._table: dict[str, Resolution] = {}
@@ -123,13 +121,13 @@ class OpManager(state.PolicyListener):
         if self.comparison is not None:
             at_exit(self._report_comparison)
         if path is not None:
-            self.oplist = OpList(path)
+            self.usage.oplist = OpList(path)
         if debug:
             self.counters.enabled = True
             at_exit(self.counters.report)
 
     def _report_comparison(self) -> None:
-        if self.comparison is not None and self.used:  # a process may run no operator
+        if self.comparison is not None and self.usage.impl_ids:  # a process may run no operator
             self.comparison.report(self._bound)
 
     # -- selection
@@ -184,7 +182,7 @@ class OpManager(state.PolicyListener):
             self.registry.get_implementations(op_name),
             policy,
             {} if policy.strict else self._quarantine.of(op_name),
-            self._ask_availability,
+            self._availability.of,
             state.device_arch(),
             takes,
             phase,
@@ -253,30 +251,6 @@ class OpManager(state.PolicyListener):
         """
         return self._callables.function(impl)
 
-    def note_use(self, impl: OpImpl, phase: str = "") -> None:
-        """Note that an implementation is in use in a phase ("": in all), and put it on the list.
-
-        Whoever binds, calls or builds with one notes it; to ask which is chosen notes nothing.
-
-        Of an operator with phases the last one noted is what serves: such a one is asked when the
-        model is built, and the first choice may have been passed over.
-        """
-        name = phase_name(impl.op_name, phase)
-        with self._lock:
-            self.used.setdefault(name, set()).add(impl.impl_id)
-            if get_spec(impl.op_name).phases:
-                serving = self._serving.setdefault(impl.op_name, {})
-                if not phase or "" in serving:
-                    serving.clear()
-                serving[phase] = impl
-        if self.oplist is not None:
-            self.oplist.note(name, impl.impl_id)
-
-    def serving(self, op_name: str) -> dict[str, OpImpl]:
-        """Return phase -> implementation of an operator with phases, as :meth:`note_use` noted."""
-        with self._lock:
-            return dict(self._serving.get(op_name, {}))
-
     def bind(self, op_name: str) -> BoundOp:
         """Return a live handle. Bound inside a policy context, it keeps that context's policy.
 
@@ -314,7 +288,7 @@ class OpManager(state.PolicyListener):
         """
         scoped = _scoped_policy()
         resolution = self._resolution(op_name, scoped)
-        self.note_use(resolution.impl)
+        self.usage.note(resolution.impl)
         if scoped is None:
             with self._lock:
                 if self._table.get(op_name) is resolution:
@@ -400,7 +374,7 @@ class OpManager(state.PolicyListener):
 
     def bump_policy_epoch(self) -> None:
         """Make every choice anew: availability is asked again and the quarantine is lifted."""
-        self._availability = {}
+        self._availability.forget()
         self._quarantine.clear()
         self._forget_choices()
 
@@ -420,7 +394,7 @@ class OpManager(state.PolicyListener):
 
     def _registry_changed(self) -> None:
         """What has been replaced or removed gets another chance, and is asked again."""
-        self._availability = {}
+        self._availability.forget()
         for op_name, failed in self._quarantine.copy().items():
             for impl_id in failed:
                 if self.registry.get_implementation(op_name, impl_id) is None:
@@ -455,7 +429,7 @@ class OpManager(state.PolicyListener):
                     continue
                 handle.impl, handle.fn = impl, fn
             if impl is not None:
-                self.note_use(impl)
+                self.usage.note(impl)
             return
 
     def _resolution(self, op_name: str, scoped: SelectionPolicy | None) -> Resolution:
@@ -495,7 +469,7 @@ class OpManager(state.PolicyListener):
                 raise error
             self._put_in_quarantine(impl, str(error), "the next one is taken")
         if env.DISPATCH_DEBUG.read():
-            _log_decision(ranking)
+            logger.info("%s", ranking.summary)
         return Resolution(order[0], self._callables.first_that_takes(order))
 
     def _first_broken(self, order: tuple[OpImpl, ...]) -> tuple[OpImpl, Exception] | None:
@@ -508,16 +482,6 @@ class OpManager(state.PolicyListener):
                 return impl, error
         return None
 
-    def _ask_availability(self, impl: OpImpl) -> Decision:
-        """Ask each backend once an epoch."""
-        probe: object = impl.available
-        if probe is None or not isinstance(probe, Hashable):
-            probe = (impl.op_name, impl.impl_id)
-        answers = self._availability  # what is asked now is not kept beyond a change
-        if probe not in answers:
-            answers[probe] = impl.availability()
-        return answers[probe]
-
     def reinit_after_fork(self) -> None:
         """Make locks usable in a forked child, where their holder no longer runs.
 
@@ -526,8 +490,7 @@ class OpManager(state.PolicyListener):
         self._lock = threading.RLock()
         self._initializing = False
         self._quarantine.reinit_lock_after_fork()
-        if self.oplist is not None:
-            self.oplist.reinit_lock_after_fork()
+        self.usage.reinit_lock_after_fork()
         self.registry.reinit_lock_after_fork()
         self.counters.reset()
         if self.comparison is not None:
@@ -535,16 +498,6 @@ class OpManager(state.PolicyListener):
 
 
 live_managers: weakref.WeakSet[OpManager] = weakref.WeakSet()
-
-
-def _log_decision(ranking: Ranking) -> None:
-    first, *rest = ranking.order
-    refused = "; ".join(f"{impl.impl_id}: {no.reason}" for impl, no in ranking.rejected)
-    logger.info(
-        "%s -> %s (%s)%s%s", ranking.op_name, first.impl_id, first.wheel or "by hand",
-        f"; then {', '.join(impl.impl_id for impl in rest)}" if rest else "",
-        f"; refused: {refused}" if refused else "",
-    )  # fmt: skip
 
 
 def _raiser(error: Exception) -> Callable[..., Any]:

@@ -258,6 +258,18 @@ class Ranking:
     order: tuple[OpImpl, ...]
     rejected: tuple[tuple[OpImpl, Decision], ...]
 
+    @property
+    def summary(self) -> str:
+        """One line: what is chosen, what follows, and what is refused for which reason."""
+        first, *rest = self.order
+        line = f"{self.op_name} -> {first.impl_id} ({first.wheel or 'by hand'})"
+        if rest:
+            line += f"; then {', '.join(impl.impl_id for impl in rest)}"
+        if self.rejected:
+            refused = "; ".join(f"{impl.impl_id}: {no.reason}" for impl, no in self.rejected)
+            line += f"; refused: {refused}"
+        return line
+
     def require(self, hint: str = "") -> tuple[OpImpl, ...]:
         """Return the order.
 

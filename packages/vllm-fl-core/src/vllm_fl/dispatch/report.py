@@ -119,7 +119,7 @@ def operator_table(manager: OpManager) -> list[dict[str, Any]]:
     failed = manager.get_failed_impls()
     rows = []
     for op_name in CATALOGUE:
-        chosen_for: Mapping[str, OpImpl | None] = manager.serving(op_name) or {
+        chosen_for: Mapping[str, OpImpl | None] = manager.usage.serving(op_name) or {
             phase: next(iter(ranking.order), None)
             for phase, ranking in manager.rank_by_phase(op_name).items()
         }

@@ -229,7 +229,7 @@ def select_backend(
         if backend.get_name() == AttentionBackendEnum.CUSTOM.name:
             register_backend(AttentionBackendEnum.CUSTOM, path)
         for phase, part in parts.items():
-            manager.note_use(part.impl, phase)
+            manager.usage.note(part.impl, phase)
             note_choice(vllm_config, phase_name(OPERATOR, phase), (part.impl,))
         if len({part.impl for part in parts.values()}) == 1:
             logger.info("Attention backend: %s", next(iter(parts.values())).described)

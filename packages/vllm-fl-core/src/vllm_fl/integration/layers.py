@@ -30,7 +30,7 @@ def bind(op_name: str) -> BoundOp:
     """Bind an operator for a layer that is being built, under the policy vLLM was given."""
     vllm_config = get_current_vllm_config()
     adopt(vllm_config)
-    oplist = get_default_manager().oplist
+    oplist = get_default_manager().usage.oplist
     if oplist is not None and torch.distributed.is_initialized():
         oplist.rank = torch.distributed.get_rank()
     op = bind_op(op_name)

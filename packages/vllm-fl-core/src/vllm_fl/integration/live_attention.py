@@ -113,7 +113,7 @@ def rebind(choices: Iterable[LiveChoice], policy: SelectionPolicy) -> None:
     for choice, chosen in [(choice, choice.find(policy)) for choice in choices]:
         choice.bind(chosen)
         for phase, impl in chosen.items():
-            manager.note_use(impl, phase if len(set(chosen.values())) > 1 else "")
+            manager.usage.note(impl, phase if len(set(chosen.values())) > 1 else "")
 
 
 def serving(choices: Iterable[LiveChoice]) -> dict[str, str]:

@@ -82,7 +82,7 @@ class TuningMethods:
 
     def fl_used(self) -> dict[str, list[str]]:
         """Return operator, with its phase where phases differ -> what the model is built with."""
-        used = get_default_manager().used
+        used = get_default_manager().usage.impl_ids
         return {name: sorted(ids) for name, ids in sorted(used.items())}
 
     def fl_record(self, wanted: dict[str, list[str]]) -> None:

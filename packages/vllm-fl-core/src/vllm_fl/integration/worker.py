@@ -29,8 +29,8 @@ def start_backends(vllm_config: VllmConfig, rank: int) -> None:
     adopt(vllm_config)
     manager = get_default_manager()
     manager.ensure_initialized()
-    if manager.oplist is not None:
-        manager.oplist.rank = rank
+    if manager.usage.oplist is not None:
+        manager.usage.oplist.rank = rank
     for record in discovery.get_discovered_plugins():
         if record.decision and record.backend is not None:
             with lenient(f"Backend {record.name} could not start"):

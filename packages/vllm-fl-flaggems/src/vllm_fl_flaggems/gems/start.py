@@ -75,14 +75,14 @@ def start(rank: int) -> None:
 def _report(version: str, enabled: Enabled) -> None:
     for key, reason in sorted(enabled.refused.items()):
         logger.info("flag_gems' %s is not enabled: %s.", key, reason)
-    manager = get_default_manager()
-    if manager.oplist is None:
-        manager.oplist = OpList(OPLIST)
+    usage = get_default_manager().usage
+    if usage.oplist is None:
+        usage.oplist = OpList(OPLIST)
     logger.info(
         "flag_gems %s runs %d ATen operators; they are listed in %s.",
-        version, len(enabled.functions), manager.oplist.path,
+        version, len(enabled.functions), usage.oplist.path,
     )  # fmt: skip
-    manager.oplist.add(
+    usage.oplist.add(
         f"[DEBUG] {function.__module__}.{function.__name__}: aten::{key}"
         for key, function in sorted(enabled.functions.items())
     )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import re
@@ -27,6 +28,7 @@ from vllm_fl.dispatch import (
     with_preference,
     with_strict_mode,
 )
+from vllm_fl.dispatch.errors import PredicateError
 from vllm_fl.dispatch.quarantine import Quarantine
 
 OP = "silu_and_mul"
@@ -496,6 +498,63 @@ def test_a_broken_predicate_costs_its_own_implementation_alone(manager, impl, su
     assert manager.bind(OP)(2) == ("reference.torch", 2)
 
 
+@pytest.mark.parametrize("through", ["call", "bind"])
+def test_a_predicate_that_raises_is_told_and_not_asked_again(manager, impl, caplog, through):
+    asked = []
+
+    def supports(x):
+        asked.append(x)
+        raise AttributeError("typo")
+
+    manager.registry.register_many(
+        [impl("vendor.acme", supports=supports), impl("reference.torch")]
+    )
+    call = manager.bind(OP) if through == "bind" else functools.partial(manager.call, OP)
+    assert [call(1), call(2)] == [("reference.torch", 1), ("reference.torch", 2)]
+    assert 2 not in asked
+    why = "PredicateError: its predicate raised AttributeError: typo"
+    assert manager.get_failed_impls() == {OP: {"vendor.acme": why}}
+    assert manager.get_selected_impl_id(OP) == "reference.torch"
+    assert caplog.text.count(f"vendor.acme of {OP} is out until the policy changes: {why}") == 1
+    with with_strict_mode(), pytest.raises(PredicateError, match="AttributeError: typo"):
+        manager.call(OP, 3)
+
+
+def test_a_predicate_that_raises_has_overwritten_nothing(manager, impl):
+    def supports(x, residual, weight, epsilon):
+        raise AttributeError("typo")
+
+    def norm(x, residual, weight, epsilon):
+        return "fine"
+
+    manager.registry.register_many(
+        [
+            impl("vendor.acme", norm, op_name="rms_norm", in_place=True, supports=supports),
+            impl("reference.torch", norm, op_name="rms_norm"),
+        ]
+    )
+    assert manager.call("rms_norm", 1, 2, 3, 1e-6) == "fine"
+    assert list(manager.get_failed_impls("rms_norm")["rms_norm"]) == ["vendor.acme"]
+
+
+def test_a_first_choice_that_declines_is_told_once_and_the_taker_is_noted(manager, impl, caplog):
+    def supports(x):
+        return True if x < 0 else f"{x} is not negative"
+
+    manager.registry.register_many(
+        [impl("vendor.acme", supports=supports), impl("reference.torch")]
+    )
+    handle = manager.bind(OP)
+    with caplog.at_level("INFO"):
+        assert handle(-1) == ("vendor.acme", -1)
+        assert manager.usage.impl_ids == {OP: {"vendor.acme"}}
+        assert [handle(1), handle(2)] == [("reference.torch", 1), ("reference.torch", 2)]
+    assert manager.usage.impl_ids == {OP: {"vendor.acme", "reference.torch"}}
+    told = [record.getMessage() for record in caplog.records if "take" in record.getMessage()]
+    line = "vendor.acme does not take some calls, reference.torch does: 1 is not negative"
+    assert told == [f"{OP}: {line}"]
+
+
 def test_availability_is_asked_of_each_operator_s_own_probe(manager, impl):
     def absent(x):
         return x
@@ -694,6 +753,7 @@ def test_a_handle_is_copied_and_pickled_as_another_live_handle(manager, impl):
     assert copy.copy(scoped)(1)[0] == "reference.torch"
     get_default_manager().registry.register_impl(impl("vendor.zzz"))
     assert pickle.loads(pickle.dumps(handle))(1)[0] in ("vendor.zzz", "default.flagos")
+    assert pickle.loads(pickle.dumps(scoped)).scoped == scoped.scoped
 
 
 def test_the_shared_handle_is_one_and_follows_the_process_wide_policy(impl):

@@ -17,8 +17,8 @@ from vllm_fl.dispatch.errors import ConfigError, UnknownOperatorError, VllmFLErr
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.ops import get_spec
 from vllm_fl.dispatch.policy import Ranking, SelectionPolicy, check_token
-from vllm_fl.dispatch.predicate import Predicate, predicate
-from vllm_fl.dispatch.types import YES, OpImpl
+from vllm_fl.dispatch.predicate import Predicate, decision_about, predicate
+from vllm_fl.dispatch.types import OpImpl
 
 
 class ComparisonError(VllmFLError, ArithmeticError):
@@ -144,7 +144,7 @@ class Comparison:
         spec = get_spec(op_name)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            taken = YES if takes is None else takes(*args, **kwargs)
+            taken = decision_about(takes, args, kwargs)
             if not taken:
                 raise ComparisonError(
                     f"{op_name} cannot be compared with {self.yardsticks[op_name]}, which does not "

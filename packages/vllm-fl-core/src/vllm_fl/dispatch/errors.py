@@ -22,6 +22,10 @@ class BackendLoadError(VllmFLError, ImportError):
     """A backend that the user named, or an implementation's module, cannot be loaded."""
 
 
+class PredicateError(Exception):
+    """An implementation's predicate raised when it was asked about a call: that is its fault."""
+
+
 class UnknownOperatorError(VllmFLError, LookupError):
     """The operator is not in the catalogue."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from vllm_fl.dispatch.errors import VllmFLError, add_context
+from vllm_fl.dispatch.errors import PredicateError, VllmFLError, add_context
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.ops import get_spec
 from vllm_fl.dispatch.types import YES, Decision, OpImpl
@@ -72,7 +72,8 @@ def may_retry(
         spec.signature.bind(*args, **kwargs)
     except TypeError as misuse:
         return Decision.no(f"the call does not fit the operator: {misuse}")
-    if impl.in_place and spec.donates(args, kwargs):
+    launched = not isinstance(error, PredicateError)
+    if launched and impl.in_place and spec.donates(args, kwargs):
         return Decision.no("its donated arguments may have been overwritten")
     return YES
 

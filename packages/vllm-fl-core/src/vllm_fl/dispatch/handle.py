@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.dispatch import state
@@ -59,17 +60,26 @@ class BoundOp:
 
     def __copy__(self) -> BoundOp:
         """Return another live handle, bound under the same policy."""
-        with state.policy_context(self.scoped) if self.scoped else contextlib.nullcontext():
+        with _under(self.scoped):
             return self._manager.bind(self.op_name)
 
     def __deepcopy__(self, memo: object) -> BoundOp:
         return self.__copy__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the operator's name: where it is loaded, it is bound anew."""
-        from vllm_fl.dispatch.default import bind_op
-
-        return bind_op, (self.op_name,)
+        """Pickle as the operator's name and its policy: where it is loaded, it is bound anew."""
+        return _bind_under, (self.op_name, self.scoped)
 
     def __repr__(self) -> str:
         return f"BoundOp({self.op_name!r} -> {self.impl.impl_id if self.impl else None!r})"
+
+
+def _under(scoped: SelectionPolicy | None) -> AbstractContextManager[object]:
+    return state.policy_context(scoped) if scoped else contextlib.nullcontext()
+
+
+def _bind_under(op_name: str, scoped: SelectionPolicy | None) -> BoundOp:
+    from vllm_fl.dispatch.default import bind_op
+
+    with _under(scoped):
+        return bind_op(op_name)

@@ -27,7 +27,7 @@ from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.oplist import OpList
 from vllm_fl.dispatch.ops import CATALOGUE, get_spec
 from vllm_fl.dispatch.policy import Ranking, SelectionPolicy, rank
-from vllm_fl.dispatch.predicate import predicate
+from vllm_fl.dispatch.predicate import decision_about, predicate
 from vllm_fl.dispatch.quarantine import Quarantine
 from vllm_fl.dispatch.registry import OpRegistry
 from vllm_fl.dispatch.types import YES, Decision, OpImpl
@@ -73,7 +73,7 @@ class OpManager(state.PolicyListener):
         self._lock = threading.RLock()
         self._initialized = not register_builtins
         self._initializing = False
-        self._callables = Callables()
+        self._callables = Callables(self.usage.note)
         self._quarantine = Quarantine()
         self._availability = Availability()
         self._told: set[str] = set()
@@ -175,7 +175,7 @@ class OpManager(state.PolicyListener):
                 if policy.strict:
                     raise
                 return Decision.no(str(error))
-            return YES if decide is None else decide(*call[0], **call[1])
+            return decision_about(decide, *call)
 
         return rank(
             op_name,

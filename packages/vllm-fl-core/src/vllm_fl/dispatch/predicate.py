@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from vllm_fl.dispatch.errors import PredicateError
 from vllm_fl.dispatch.ops import get_spec
 from vllm_fl.dispatch.types import YES, Decision, OpImpl, load_object
 
@@ -13,6 +14,8 @@ Predicate = Callable[..., Decision]
 
 def predicate(impl: OpImpl) -> Predicate | None:
     """Return what decides about a call from its arguments; None if the implementation takes all.
+
+    What is returned raises ``PredicateError`` where ``supports`` raises.
 
     Raises:
         BackendLoadError: ``supports`` was given as text and cannot be imported.
@@ -35,7 +38,9 @@ def predicate(impl: OpImpl) -> Predicate | None:
             try:
                 answer = check(*args, **kwargs)
             except Exception as error:
-                return Decision.no(f"its predicate raised {type(error).__name__}: {error}")
+                raise PredicateError(
+                    f"its predicate raised {type(error).__name__}: {error}"
+                ) from error
             if answer is not True:
                 decision = Decision.of(answer, unnamed)
                 if not decision.accepted:
@@ -43,6 +48,16 @@ def predicate(impl: OpImpl) -> Predicate | None:
         return YES
 
     return decide
+
+
+def decision_about(
+    decide: Predicate | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Decision:
+    """Ask about a call that is not made now: what raises does not take it, and tells why."""
+    try:
+        return YES if decide is None else decide(*args, **kwargs)
+    except PredicateError as error:
+        return Decision.no(str(error))
 
 
 def _dtype_check(names: tuple[str, ...], first: str) -> Callable[..., object]:

@@ -110,6 +110,13 @@ def test_comparison_from_the_environment(monkeypatch):
     assert manager.comparison.limit == 1e-3
 
 
+def test_a_comparison_that_was_set_before_the_first_use_stays():
+    manager = OpManager()
+    manager.comparison = mine = Comparison({OP: "reference"}, None)
+    manager.ensure_initialized()
+    assert manager.comparison is mine
+
+
 def test_the_operator_list_follows_what_is_bound(manager, impl, tmp_path):
     manager.registry.register_many([impl("vendor.acme"), impl("reference.torch")])
     manager.usage.oplist = OpList(tmp_path / "ops.txt")

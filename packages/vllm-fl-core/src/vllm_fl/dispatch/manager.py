@@ -117,8 +117,9 @@ class OpManager(state.PolicyListener):
     def _read_environment(self) -> None:
         path = env.OPLIST.read() or env.FLAGGEMS_OPLIST.read()
         debug = env.DISPATCH_DEBUG.read()
-        self.comparison = Comparison.from_environment()
-        if self.comparison is not None:
+        comparison = Comparison.from_environment()
+        if comparison is not None:
+            self.comparison = comparison
             at_exit(self._report_comparison)
         if path is not None:
             self.usage.oplist = OpList(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vllm_fl.dispatch import Backend, ConfigError, Decision, Device
+from vllm_fl.dispatch import Backend, ConfigError, Decision, Device, discovery, state
 from vllm_fl.dispatch.device import choose_device
 from vllm_fl.dispatch.discovery import DiscoveredBackend
 
@@ -43,6 +43,8 @@ def test_a_detection_that_raises_is_a_no_with_its_reason():
 def test_the_user_s_word_decides():
     backends = [offer("gpu"), offer("cpu", rank=0)]
     assert choose_device(backends, "cpu").backend == "cpu"
+    absent = choose_device([offer("npu", "no driver"), *backends], "npu")
+    assert (absent.backend, absent.present) == ("npu", Decision.no("no driver"))
     with pytest.raises(ConfigError, match=r"VLLM_FL_PLATFORM='gpuu' .* Did you mean 'gpu'"):
         choose_device(backends, "gpuu")
     broken = offer("npu")
@@ -119,6 +121,31 @@ def test_two_claims_are_reported_and_the_variable_decides(vllm):
     assert '"acme_platform.P"' in done.stdout
     assert "Several backends claim this machine: acme is used, not bolt" in done.stderr
     assert wheels.python(PLATFORM, VLLM_FL_PLATFORM="bolt") == "bolt_platform.P"
+
+
+NAMED = "VLLM_FL_PLATFORM='acme': the backend 'acme' has no device on this machine: no driver. "
+
+
+def test_a_device_that_is_named_and_not_there(vllm):
+    wheels = vllm("0.28.0")
+    wheels.add("acme", BACKEND.format(name="acme", answer="'no driver'", rank=100))
+    wheels.add("bolt", BACKEND.format(name="bolt", answer=True, rank=90))
+    named = wheels.python(REFUSED, VLLM_FL_PLATFORM="acme")
+    advice = "Unset it to run on 'cpu' (backend 'bolt')."
+    assert named.startswith(f"{NAMED}{advice} Cannot import 'acme_platform' (for ")
+    (wheels.path / "acme_platform.py").write_text("class P: pass")
+    done = wheels.process(PLATFORM, VLLM_FL_PLATFORM="acme")
+    assert '"acme_platform.P"' in done.stdout
+    assert f"{NAMED}{advice} vLLM goes on, since it was named." in done.stderr
+    assert wheels.python(PLATFORM) == "bolt_platform.P"
+
+
+def test_a_device_that_is_named_where_there_is_none(monkeypatch):
+    monkeypatch.setenv("VLLM_FL_PLATFORM", "acme")
+    monkeypatch.setattr(discovery, "get_discovered_plugins", lambda: (offer("acme", "no driver"),))
+    assert state.absent_device() == (
+        f"{NAMED}No other backend has one here; pip install vllm-fl-reference for the CPU."
+    )
 
 
 def test_importing_the_entry_point_imports_nothing_heavy(wheels):

@@ -23,6 +23,9 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
+from vllm_fl.dispatch.errors import VllmFLError
+from vllm_fl.integration import startup
+
 LOGPROBS = 5
 """Likeliest tokens of each step whose log-probabilities are compared."""
 
@@ -40,6 +43,7 @@ def start(
         policy: the policy to build it under; None for the settings' own.
         live_attention: whether its attention shall be such that it can be chosen anew.
     """
+    startup.check_platform("Tuning")
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -196,7 +200,8 @@ def main() -> None:
                     answer = COMMANDS[do](llm, **command)
                 reply: dict[str, Any] = {"answer": answer}
             except Exception as error:
-                reply = {"error": f"{type(error).__name__}: {error}"}
+                ours = isinstance(error, VllmFLError)
+                reply = {"error": str(error) if ours else f"{type(error).__name__}: {error}"}
             answers.write(json.dumps(reply) + "\n")
             answers.flush()
 

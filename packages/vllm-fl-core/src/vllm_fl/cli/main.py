@@ -123,7 +123,8 @@ def _list(arguments: argparse.Namespace) -> str:
     ]
     names = {row["name"]: row["device"] for row in found}
     refused = [
-        f"The device {names[name]} of {name} is not used: {decision.reason}"
+        f"The device {names[name]} of {name} "
+        f"{'was not detected' if name == chosen else 'is not used'}: {decision.reason}"
         for name, decision in choice.claims.items()
         if not decision
     ]

@@ -9,7 +9,7 @@ from vllm_fl.dispatch import env
 from vllm_fl.dispatch.backend import Device
 from vllm_fl.dispatch.discovery import DiscoveredBackend
 from vllm_fl.dispatch.errors import ConfigError, nearest
-from vllm_fl.dispatch.types import Decision
+from vllm_fl.dispatch.types import YES, Decision
 
 
 @dataclass(frozen=True)
@@ -19,12 +19,18 @@ class DeviceChoice:
     Attributes:
         backend: name of the backend whose device was chosen; None when there is none.
         device: the device.
-        claims: backend name -> whether this machine has its device, and why not.
+        claims: backend name -> whether this machine has its device, and why not; of the one that
+            the user named alone, where one was named.
     """
 
     backend: str | None
     device: Device | None
     claims: dict[str, Decision]
+
+    @property
+    def present(self) -> Decision:
+        """Whether this machine has the chosen device: a user may name one that it has not."""
+        return YES if self.backend is None else self.claims[self.backend]
 
     @property
     def rivals(self) -> list[str]:
@@ -63,7 +69,7 @@ def choose_device(backends: Sequence[DiscoveredBackend], forced: str | None = No
                 f"{env.PLATFORM.name}={forced!r} is not an installed backend with a device."
                 f"{''.join(why)} {nearest(forced, offers)}"
             )
-        return DeviceChoice(forced, offers[forced], {})
+        return DeviceChoice(forced, offers[forced], {forced: _ask(offers[forced])})
     claims = {name: _ask(device) for name, device in sorted(offers.items())}
     present = [name for name, decision in claims.items() if decision]
     if not present:

@@ -60,6 +60,18 @@ def current_device() -> DeviceChoice:
 _choose_device = functools.lru_cache(maxsize=1)(choose_device)
 
 
+def absent_device() -> str:
+    """Say that this machine has not the device that the user named, why, and what to do."""
+    asked, here = current_device(), choose_device(discovery.get_discovered_plugins())
+    advice = "No other backend has one here; pip install vllm-fl-reference for the CPU."
+    if here.device is not None:
+        advice = f"Unset it to run on {here.device.name!r} (backend {here.backend!r})."
+    return (
+        f"{env.PLATFORM.name}={env.PLATFORM.read()!r}: the backend {asked.backend!r} has no device "
+        f"on this machine: {asked.present.reason}. {advice}"
+    )
+
+
 def may_run_on(device: Device | None) -> Decision:
     """Whether vLLM runs on a device of this name here, or on none; if not, on which it runs.
 

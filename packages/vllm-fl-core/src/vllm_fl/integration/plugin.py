@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 
 from vllm_fl.dispatch import discovery, env, state
-from vllm_fl.dispatch.errors import VllmFLError
+from vllm_fl.dispatch.errors import BackendLoadError, VllmFLError
 from vllm_fl.dispatch.logging import get_logger
+from vllm_fl.dispatch.types import load_object
 from vllm_fl.integration import custom_ops, unusable
 from vllm_fl.integration.versions import check_vllm
 
@@ -36,6 +37,12 @@ def platform_class() -> str | None:
     logger = get_logger("vllm_fl.integration")
     if not backends:
         return unusable.refuse(NO_BACKEND)
+    if choice.device is not None and not choice.present:
+        try:
+            load_object(choice.device.platform)
+        except BackendLoadError as error:
+            return unusable.refuse(f"{state.absent_device()} {error}.")
+        logger.warning("%s vLLM goes on, since it was named.", state.absent_device())
     if choice.device is None:
         broken = "; ".join(f"{b.name}: {b.decision.reason}" for b in backends if not b.decision)
         reasons = "; ".join(filter(None, (choice.reasons(), broken)))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import textwrap
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.dispatch import config_file, env, state, tuned
 from vllm_fl.dispatch.errors import ConfigError, VllmFLError
 from vllm_fl.dispatch.logging import get_logger
-from vllm_fl.integration import plugin
+from vllm_fl.integration import plugin, startup
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -105,19 +104,11 @@ def configure(model: str, dtype: Any) -> None:
     """Let vLLM make its configuration for a model, and with it look for a tuned configuration.
 
     Raises:
-        ConfigError: vLLM cannot be imported, or refuses the model or the dtype.
+        ConfigError: vLLM cannot be imported, finds no device, or refuses the model or the dtype.
     """
-    try:
-        from vllm.engine.arg_utils import EngineArgs
-    except VllmFLError:
-        raise
-    except ImportError as error:
-        forced = env.PLATFORM.read()
-        advice = "" if forced is None else f" {env.PLATFORM.name}={forced!r} chose the device."
-        raise ConfigError(
-            f"--model needs vLLM, which cannot be imported here: {error}.{advice} Leave --model "
-            "out, or run it where vLLM starts on that device."
-        ) from error
+    startup.check_platform("--model")
+    from vllm.engine.arg_utils import EngineArgs
+
     try:
         EngineArgs(model=model, dtype=dtype).create_engine_config()
     except VllmFLError:
@@ -128,20 +119,12 @@ def configure(model: str, dtype: Any) -> None:
 
 def _refusal(error: Exception, model: str, dtype: Any) -> VllmFLError:
     """Return, in one line, why vLLM makes no configuration; an error of ours as it is."""
-    from pydantic import ValidationError  # vLLM's; wraps whatever is raised in a validation
-
-    argument, text = "", str(error)
-    if isinstance(error, ValidationError):
-        first = error.errors()[0]
-        wrapped = first.get("ctx", {}).get("error")
-        if isinstance(wrapped, VllmFLError):
-            return wrapped
-        argument = str(first["loc"][0]) if first["loc"] else ""
-        text = first["msg"].removeprefix("Value error, ")
-    reason = textwrap.shorten(text.strip().partition("\n")[0], 300).rstrip(".")
-    if argument == "dtype":
-        return ConfigError(f"--dtype: vLLM does not take {dtype!r}: {reason}.")
+    refusal = startup.refusal(error)
+    if refusal.ours is not None:
+        return refusal.ours
+    if refusal.argument == "dtype":
+        return ConfigError(f"--dtype: vLLM does not take {dtype!r}: {refusal.reason}.")
     return ConfigError(
-        f"--model: vLLM cannot be configured for {model!r} (dtype {dtype}): {reason}. Give a "
-        "folder with a config.json or a model's name."
+        f"--model: vLLM cannot be configured for {model!r} (dtype {dtype}): {refusal.reason}. "
+        "Give a folder with a config.json or a model's name."
     )

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.dispatch.errors import ConfigError
+from vllm_fl.dispatch.errors import ConfigError, VllmFLError
+from vllm_fl.integration import startup
 from vllm_fl.integration.platform import WORKER_EXTENSION
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
@@ -87,7 +88,7 @@ def run(
         say: is told about the progress.
 
     Raises:
-        ConfigError: vLLM refuses the model or an argument.
+        ConfigError: vLLM cannot be imported, finds no device, or refuses the model or an argument.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     defaults: dict[str, Any] = {
@@ -131,6 +132,7 @@ def has_no_weights(model: str) -> bool:
 def _engine(
     model: str, arguments: Sequence[str], defaults: dict[str, Any], say: Callable[[str], None]
 ) -> Any:
+    startup.check_platform("`vllm-fl profile`")
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -152,8 +154,12 @@ def _engine(
     say("starting the engine")
     try:
         return LLMEngine.from_engine_args(EngineArgs.from_cli_args(parsed))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"vLLM refuses {model!r}: {error}") from error
+    except VllmFLError:
+        raise
+    except (ImportError, OSError, ValueError) as error:
+        refusal = startup.refusal(error)
+        told = ConfigError(f"vLLM refuses {model!r}: {refusal.reason}.")
+        raise refusal.ours or told from error
 
 
 def _facts(engine: Any) -> dict[str, Any]:

@@ -50,6 +50,8 @@ def environment() -> str:
             f"`{key}`" if key else "-",
         )
         lines.append(f"| {' | '.join(row)} |")
+    lines += ["", "Not read, though a similar system reads them:", ""]
+    lines += [f"- `{name}`: {instead}." for name, instead in env.FOREIGN.items()]
     return NOTE + "\n".join(lines) + "\n"
 
 

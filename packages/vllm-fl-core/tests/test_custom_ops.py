@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from vllm_fl.dispatch import config as configuration
+from vllm_fl.dispatch.ops import CATALOGUE
 from vllm_fl.dispatch.state import set_global_policy
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl
+from vllm_fl.dispatch.unused import BESIDE_LAYERS
 from vllm_fl.integration import custom_ops
 
 DEFAULTS = """
@@ -125,3 +127,9 @@ def test_what_the_user_asks_for_is_dispatched_by_whoever_can(decide, environ, as
     assert {op for op in custom_ops.LAYERS if custom_ops.is_asked_for(op)} == asked
     assert all(found[op] for op in asked)
     assert {"topk_softmax", "fused_experts"} & {op for op in found if found[op]} <= asked
+
+
+def test_which_operators_run_without_any_dispatched_layer():
+    """What experts call runs inside of a layer; everything else is a layer's, or attention's."""
+    of_experts = {"moe_align_block_size", "moe_sum"}
+    assert CATALOGUE.keys() - BESIDE_LAYERS == {*custom_ops.LAYERS, *of_experts}

@@ -175,6 +175,34 @@ def test_variables_without_effect_are_named(monkeypatch, tmp_path, log):
         ),
         (
             {
+                "VLLM_FL_OOT_ENABLED": "0",
+                "VLLM_FL_PER_OP": "rms_norm=vendor;attention_backend.decode=vendor;moe_sum=flagos",
+            },
+            "VLLM_FL_PER_OP: the order of rms_norm, moe_sum has no effect: VLLM_FL_OOT_ENABLED is "
+            "off.",
+        ),
+        (
+            {
+                "VLLM_FL_PREFER_ENABLED": "0",
+                "VLLM_FL_OOT_ENABLED": "0",
+                "VLLM_FL_PER_OP": "rms_norm=flagos",
+            },
+            "VLLM_FL_PER_OP: the order of rms_norm has no effect: VLLM_FL_PREFER_ENABLED is off.",
+        ),
+        (
+            {"VLLM_FL_PREFER_ENABLED": "0", "VLLM_FL_PER_OP": "attention_backend=flagos"},
+            "VLLM_FL_PER_OP: flagos alone for attention_backend cannot be had: "
+            "VLLM_FL_PREFER_ENABLED is off.",
+        ),
+        (
+            {
+                "VLLM_FL_OOT_ENABLED": "0",
+                "VLLM_FL_FLAGOS_BLACKLIST": "+rms_norm,+attention_backend",
+            },
+            "VLLM_FL_FLAGOS_BLACKLIST: +rms_norm has no effect: VLLM_FL_OOT_ENABLED is off.",
+        ),
+        (
+            {
                 "VLLM_FL_OOT_BLACKLIST": "+rms_norm",
                 "VLLM_FL_PER_OP": "rms_norm=vendor;moe_sum=vendor",
             },
@@ -199,10 +227,12 @@ def test_what_another_variable_rules_out_is_named(monkeypatch, log, variables, s
 @pytest.mark.parametrize(
     "variables",
     [
-        # Attention is dispatched, whatever is off.
-        {"VLLM_FL_PREFER_ENABLED": "0", "VLLM_FL_PREFER": "reference"},
+        # Attention is dispatched, whatever is off, and so is what it calls.
         {"VLLM_FL_PREFER_ENABLED": "0", "VLLM_FL_PER_OP": "attention_backend=vendor"},
-        {"VLLM_FL_OOT_ENABLED": "0", "VLLM_FL_PREFER": "flagos"},
+        {"VLLM_FL_OOT_ENABLED": "0", "VLLM_FL_PER_OP": "attention_backend.decode=flagos"},
+        {"VLLM_FL_OOT_ENABLED": "0", "VLLM_FL_PER_OP": "reshape_and_cache_flash=reference"},
+        {"VLLM_FL_OOT_ENABLED": "0", "VLLM_FL_FLAGOS_BLACKLIST": "attention_backend"},
+        {"VLLM_FL_OOT_ENABLED": "0", "VLLM_FL_FLAGOS_WHITELIST": "rms_norm"},
         {"USE_FLAGGEMS": "0", "VLLM_FL_OOT_BLACKLIST": "rms_norm"},
         {"USE_FLAGGEMS": "1", "VLLM_FL_FLAGOS_BLACKLIST": "rms_norm"},
     ],
@@ -214,6 +244,65 @@ def test_what_has_an_effect_beside_a_switch_is_not_named(monkeypatch, log, varia
     reset_global_policy()
     assert get_policy().strict
     assert log == []
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        (
+            {"VLLM_FL_OOT_ENABLED": "0", "VLLM_FL_PREFER": "flagos"},
+            ["VLLM_FL_PREFER acts on attention alone: VLLM_FL_OOT_ENABLED is off."],
+        ),
+        (
+            {"VLLM_FL_PREFER_ENABLED": "0", "VLLM_FL_PREFER": "reference"},
+            ["VLLM_FL_PREFER acts on attention alone: VLLM_FL_PREFER_ENABLED is off."],
+        ),
+        (
+            {"VLLM_FL_OOT_ENABLED": "0", "VLLM_FL_DENY_VENDORS": "acme"},
+            ["VLLM_FL_DENY_VENDORS acts on attention alone: VLLM_FL_OOT_ENABLED is off."],
+        ),
+        (
+            {"FLAGCX_PATH": "/opt/flagcx"},
+            [
+                "FLAGCX_PATH is not read: collectives are those of the platform (NCCL, HCCL or "
+                "Gloo). Unset it; another library comes with a platform class whose "
+                "get_device_communicator_cls names its communicator."
+            ],
+        ),
+    ],
+)
+def test_what_acts_on_less_is_named_and_no_fault(monkeypatch, log, variables, said):
+    for name, text in {"VLLM_FL_STRICT": "1", **variables}.items():
+        monkeypatch.setenv(name, text)
+    reset_global_policy()
+    assert get_policy().strict
+    assert [record.getMessage() for record in log] == said
+
+
+@pytest.mark.parametrize("variable", ["VLLM_FL_CONFIG", "VLLM_FL_TUNED_FILE"])
+def test_what_a_switch_takes_from_a_file_is_named(monkeypatch, tmp_path, log, variable):
+    file = tmp_path / "fl.yaml"
+    file.write_text("strict: true\nop_backends: {rms_norm: vendor, attention_backend: vendor}")
+    monkeypatch.setenv(variable, str(file))
+    monkeypatch.setenv("VLLM_FL_OOT_ENABLED", "0")
+    reset_global_policy()
+    assert get_policy().strict
+    source = f"{file} (VLLM_FL_CONFIG)" if variable == "VLLM_FL_CONFIG" else f"{file} (tuned)"
+    (record,) = log
+    assert record.getMessage() == (
+        f"op_backends in {source}: the order of rms_norm has no effect: VLLM_FL_OOT_ENABLED is off."
+    )
+
+
+def test_what_a_file_itself_rules_out_is_told_once(monkeypatch, tmp_path, log):
+    file = tmp_path / "fl.yaml"
+    file.write_text("oot_blacklist: [rms_norm]\nop_backends: {rms_norm: vendor}\nprefer: vendor")
+    monkeypatch.setenv("VLLM_FL_CONFIG", str(file))
+    monkeypatch.setenv("USE_FLAGGEMS", "0")
+    reset_global_policy()
+    get_policy()
+    (record,) = log
+    assert "leaves the layer to vLLM" in record.getMessage()
 
 
 def test_an_order_that_its_own_file_rules_out_is_named(monkeypatch, tmp_path, log):

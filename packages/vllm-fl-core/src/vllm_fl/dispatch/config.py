@@ -19,7 +19,7 @@ from vllm_fl.dispatch.phases import lay_orders
 from vllm_fl.dispatch.policy import SelectionPolicy
 from vllm_fl.dispatch.settings import BUILT_IN, BY_KEY, IN_FILES, SETTINGS, Value
 from vllm_fl.dispatch.types import YES, Decision
-from vllm_fl.dispatch.unused import unused
+from vllm_fl.dispatch.unused import narrowed, unused
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,8 @@ class Config:
         defaults: what the platform's defaults file gives.
         order_sources: name in ``op_backends`` -> the source of its order.
         unused: a sentence about each thing that the user sets in vain.
+        narrowed: a sentence about each thing that acts on less than it could, or not at all, since
+            the user has switched something off; no fault, also under strict.
     """
 
     values: Mapping[str, Value]
@@ -39,6 +41,7 @@ class Config:
     defaults: Mapping[str, Value] = field(default_factory=dict)
     order_sources: Mapping[str, str] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
+    narrowed: tuple[str, ...] = ()
 
     def __getitem__(self, key: str) -> Any:
         return self.values[key].value
@@ -122,6 +125,7 @@ def load(defaults: str | None = None, environ: Mapping[str, str] | None = None) 
             tuple(sorted(overridden)),
             order_sources=_order_sources(values),
             unused=unused(of_file),
+            narrowed=_switched_off(of_file, switches),
         )
     of_platform: dict[str, Value] = {}
     if defaults is not None:
@@ -143,7 +147,18 @@ def load(defaults: str | None = None, environ: Mapping[str, str] | None = None) 
         defaults=of_platform,
         order_sources={n: s for n, s in sources.items() if n in named},
         unused=unused(variables),
+        narrowed=(
+            *narrowed(variables),
+            *_switched_off({k: tuned[k] for k in ("op_backends",) if k in tuned}, variables),
+        ),
     )
+
+
+def _switched_off(of_file: Mapping[str, Value], switches: Mapping[str, Value]) -> tuple[str, ...]:
+    """Say what of a file variables switch off, that it cannot know of."""
+    known = {*unused(of_file), *unused(switches), *narrowed(switches)}
+    together = {**of_file, **{key: v for key, v in switches.items() if key not in IN_FILES}}
+    return tuple(text for text in (*unused(together), *narrowed(together)) if text not in known)
 
 
 def _order_sources(

@@ -228,7 +228,8 @@ FLAGOS_BLACKLIST = EnvVar(
 )  # fmt: skip
 OOT_ENABLED = EnvVar(
     "VLLM_FL_OOT_ENABLED", parse_bool, True, "boolean",
-    "Off: vLLM keeps its own layers; attention selection is still dispatched.",
+    "Off: vLLM keeps its own layers; attention is still dispatched. A warning names the orders and "
+    "preferences that then have no effect, or act on attention alone.",
 )  # fmt: skip
 OOT_WHITELIST = EnvVar(
     "VLLM_FL_OOT_WHITELIST", parse_list, None, "a,b",
@@ -275,6 +276,12 @@ FLAGGEMS_OPLIST = EnvVar(
     "list is /tmp/flaggems_enable_oplist.txt if neither is set.",
 )  # fmt: skip
 
+FOREIGN: Mapping[str, str] = {
+    "FLAGCX_PATH": "collectives are those of the platform (NCCL, HCCL or Gloo). Unset it; another "
+    "library comes with a platform class whose get_device_communicator_cls names its communicator",
+}
+"""Variable that users may know from elsewhere -> what there is instead."""
+
 VARIABLES: tuple[EnvVar, ...] = tuple(v for v in list(globals().values()) if isinstance(v, EnvVar))
 
 
@@ -298,3 +305,11 @@ def unknown_variables(environ: Mapping[str, str] | None = None) -> Iterator[tupl
     for name in sorted(os.environ if environ is None else environ):
         if name.startswith("VLLM_FL_") and name not in known:
             yield name, nearest(name, known)
+
+
+def foreign_variables(environ: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Yield a sentence about each variable that is set for something like this, and not read."""
+    source = os.environ if environ is None else environ
+    for name, instead in FOREIGN.items():
+        if name in source:
+            yield f"{name} is not read: {instead}."

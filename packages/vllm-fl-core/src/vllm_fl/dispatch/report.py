@@ -176,6 +176,7 @@ def doctor(manager: OpManager) -> dict[str, Any]:
         "packages": {name: _installed(name) for name in _PACKAGES},
         "environment": env.texts(),
         "unknown_variables": dict(env.unknown_variables()),
+        "foreign_variables": list(env.foreign_variables()),
     }
     try:
         manager.ensure_initialized()

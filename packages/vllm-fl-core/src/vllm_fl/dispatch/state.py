@@ -132,12 +132,14 @@ def get_global_policy() -> SelectionPolicy:
 
 
 def report_unused(settings: config.Config) -> None:
-    """Name the settings that have no effect.
+    """Name the settings that have no effect, or less than they could.
 
     Raises:
-        ConfigError: there is one, and the policy is strict.
+        ConfigError: one has none, and the policy is strict.
     """
     logger = get_logger()
+    for text in (*settings.narrowed, *env.foreign_variables()):
+        logger.warning("%s", text)
     problems = [
         f"{name} has no effect: {env.CONFIG.name} replaces it." for name in settings.ignored
     ]

@@ -11,6 +11,7 @@ import time
 import pytest
 from modelled import PLANTED, THROUGHPUT, ModelledArena, search
 
+from vllm_fl.autotune import report
 from vllm_fl.autotune import workload as workloads
 from vllm_fl.autotune.agreement import Continuation
 from vllm_fl.autotune.arena import Costs
@@ -168,6 +169,28 @@ def test_what_there_is_no_time_to_restart_engines_for_is_named(choices, says):
         decide(tuner, 3, fits=lambda c: c["attention_backend"] == "a")
     assert str(end.value).startswith(says)
     assert str(end.value).endswith("; raise --time-budget to 210s or more")  # 0.7 of it is 147 s
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_restarts_left_out_beside_other_trials_is_named(fits):
+    tuner = ModelledTuner(Options("m", trials=9, seconds=110.0))
+    times = {"silu_and_mul": {"a": 0.1, "b": 0.1}, "attention_backend": {"a": 0.1, "b": 0.1}}
+    tuner.arena = Restarted(times)
+    found = search(tuner.arena, 9, fits=lambda c: fits or c["attention_backend"] == "a")
+    tuner.arena.costs = Costs(starts=[20.0, 24.0])
+    left_out = tuner._left_out(found.study, found.space)
+    assert len(tried(found.study)) == (4 if fits else 2)
+    told = report.verdict(
+        {
+            "result": {"winner": None, "reason": "it is best", "left_out": left_out},
+            "undecided": "", "interrupted": False,
+        }
+    )  # fmt: skip
+    more = (
+        " Not tried: attention_backend=b is left to try: it needs about 144 s of engine starts; "
+        "raise --time-budget to 210s or more."
+    )
+    assert told == f"The default stays: it is best.{'' if fits else more}"
 
 
 def test_what_looks_faster_and_is_not_confirmed_leaves_the_study_undecided():

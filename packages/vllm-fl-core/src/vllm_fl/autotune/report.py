@@ -33,7 +33,12 @@ def is_decided(found: dict[str, Any]) -> bool:
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """Say in a sentence how it ended."""
+    """Say in a sentence how it ended, and in another what there was no time to try."""
+    left_out = found["result"].get("left_out") if is_decided(found) else ""
+    return f"{_ending(found)} Not tried: {left_out}." if left_out else _ending(found)
+
+
+def _ending(found: dict[str, Any]) -> str:
     result = found["result"]
     if found["undecided"]:
         return f"Not decided yet: {found['undecided']}. --resume with more time goes on."

@@ -162,7 +162,8 @@ class Tuner:
             with claim(study, self._storage, "confirmation") as mine:
                 if mine:
                     over = len(tried(study))  # what another process tries meanwhile is decided next
-                    study.set_user_attr("result", {**self._decide(study, space), "trials": over})
+                    more = {"left_out": self._left_out(study, space), "trials": over}
+                    study.set_user_attr("result", {**self._decide(study, space), **more})
             if not mine:
                 self._wait("another process confirms the best")
 
@@ -341,7 +342,24 @@ class Tuner:
         if not all(needs_restart(space.default, c, self.arena.live) for c in others):
             what = "any trial but the default's" if default_tried else "any trial"
             return f"the time was used up before {what}"
-        names = [space.name(c) for c in others]
+        return self._needs_more([space.name(c) for c in others])
+
+    def _left_out(self, study: optuna.Study, space: Space) -> str:
+        """Say which choices no trial had, as restarts of engines did not fit into the time."""
+        over = tried(study)
+        if self.options.seconds is None or len(over) >= min(self.options.trials, space.size):
+            return ""
+        alone = [{**space.default, op: i} for op, ids in space.choices.items() for i in ids[1:]]
+        names = [
+            space.name(c)
+            for c in alone
+            if needs_restart(space.default, c, self.arena.live)
+            and not any(space.changes(c).items() <= t.params.items() for t in over)
+        ]
+        return self._needs_more(names) if names else ""
+
+    def _needs_more(self, names: list[str]) -> str:
+        """Say how much time it takes to try what needs restarts of engines."""
         seconds = self._restarting_seconds()
         budget = (time.monotonic() - self._began + seconds) / SEARCH_SHARE
         left = f"{names[0]} is left to try: it"

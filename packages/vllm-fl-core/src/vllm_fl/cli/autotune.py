@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vllm_fl.cli.outputs import check_output
 from vllm_fl.dispatch.errors import ConfigError
 
 DESCRIPTION = "Find the implementations of operators that make a whole model fastest."
@@ -106,6 +107,9 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
         ) from error
     from vllm_fl.autotune import result
 
+    path = arguments.report or arguments.out.with_suffix(".html")
+    check_output("--out", arguments.out)
+    check_output("--report", path)
     options = Options(
         model=arguments.model,
         workload=arguments.workload,
@@ -123,7 +127,6 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
     )
     with tqdm(total=arguments.trials, unit="trial", file=sys.stderr, dynamic_ncols=True) as bar:
         found = tune(options, tell=_teller(bar), progress=_shower(bar))
-    path = arguments.report or arguments.out.with_suffix(".html")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report.html(found), encoding="utf-8")
     lines = [report.text(found), f"Report: {path}"]

@@ -21,7 +21,7 @@ from vllm_fl.dispatch.backend import Backend
 from vllm_fl.dispatch.discovery import DiscoveredBackend
 from vllm_fl.dispatch.report import explain
 
-SHAPE = {"architecture": "Qwen3ForCausalLM", "hidden_size": 256, "tensor_parallel": 1}
+SHAPE = {"architecture": "Qwen3ForCausalLM", "hidden_size": 256, "dtype": "bfloat16"}
 HERE = tuned.Facts("NVIDIA H200", SHAPE, {"vllm": "0.28.0", "torch": "2.13.0"})
 BLOCK = {
     "model": "tiny", "device": HERE.device, "shape": SHAPE, "versions": dict(HERE.versions),
@@ -47,22 +47,30 @@ def choose(folder):
 
 
 def test_the_latest_one_that_fits_is_chosen(folder):
-    folder("other-device", {"device": "NVIDIA A100", "date": "2027"})
-    folder("other-shape", {"shape": {**SHAPE, "hidden_size": 512}, "date": "2027"})
-    folder("older", {"date": "2025"})
+    device = folder("other-device", {"device": "NVIDIA A100", "date": "2027"})
+    other = {**SHAPE, "hidden_size": 512, "dtype": "float16"}
+    shape = folder("other-shape", {"shape": other, "date": "2027"})
+    folder("other-model", {"shape": {**SHAPE, "architecture": "Other"}, "date": "2027"})
+    older = folder("older", {"date": "2025"})
     folder("not-tuned", prefer="vendor")
     right = folder("right", {})
-    assert choose(folder) == (right, [])
+    assert choose(folder) == tuned.Choice(
+        right,
+        others=(
+            f"{device} is not used: device was NVIDIA A100, is NVIDIA H200",
+            f"{shape} is not used: dtype was float16, is bfloat16; hidden_size was 512, is 256",
+            f"{older} is not used: {right} is newer",
+        ),
+    )
 
 
 def test_other_versions_are_refused_with_the_reason(folder):
     path = folder("old", {"versions": {"vllm": "0.26.0", "torch": "2.13.0", "vllm-fl-cuda": "1"}})
-    found, (refused,) = choose(folder)
-    assert found is None
-    assert refused == (
+    why = (
         f"{path} is not used: it was measured with other versions: vllm was 0.26.0, is 0.28.0; "
         "vllm-fl-cuda was 1, is absent"
     )
+    assert choose(folder) == tuned.Choice(None, refused=(why,))
 
 
 @pytest.mark.parametrize(

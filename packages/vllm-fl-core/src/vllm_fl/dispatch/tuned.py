@@ -33,6 +33,7 @@ FIELDS: Mapping[str, tuple[type[Any], str]] = {
 }
 """Keys of the block, all required: type and meaning."""
 
+_FIRST = ("architecture", "device")
 _PACKAGES = ("vllm", "torch", "triton", "vllm-fl-core")
 
 
@@ -97,42 +98,59 @@ def installed_versions() -> dict[str, str]:
     return found | {r.distribution: r.version for r in records if r.distribution}
 
 
-def is_for(block: Mapping[str, Any], facts: Facts) -> bool:
+def is_for(block: Mapping[str, Any], facts: Facts) -> Decision:
     """Whether a configuration is for this device and shape, whatever the versions."""
-    return bool(block["device"] == facts.device and block["shape"] == dict(facts.shape))
+    differences = _differences(
+        {"device": block["device"], **block["shape"]}, {"device": facts.device, **facts.shape}
+    )
+    return Decision.no("; ".join(differences)) if differences else YES
 
 
 def decide(block: Mapping[str, Any], facts: Facts) -> Decision:
     """Whether a configuration that is for this device and shape was measured on these versions."""
-    names = sorted({*block["versions"], *facts.versions})
-    pairs = {
-        name: (block["versions"].get(name, "absent"), facts.versions.get(name, "absent"))
-        for name in names
-    }
-    differences = [
-        f"{name} was {was}, is {now}" for name, (was, now) in pairs.items() if was != now
-    ]
+    differences = _differences(block["versions"], facts.versions)
     if differences:
         return Decision.no(f"it was measured with other versions: {'; '.join(differences)}")
     return YES
 
 
-def choose(
-    blocks: Iterable[tuple[Path, Mapping[str, Any]]], facts: Facts
-) -> tuple[Path | None, list[str]]:
-    """Choose among files with their blocks; of several that are right the latest counts.
+def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Say for each key whose value is another one what it was and is; device and model first."""
+    pairs = {
+        key: (then.get(key, "absent"), now.get(key, "absent"))
+        for key in sorted({*then, *now}, key=lambda key: (key not in _FIRST, key))
+    }
+    return [f"{key} was {was}, is {here}" for key, (was, here) in pairs.items() if was != here]
 
-    Returns:
-        The file, or None, and why others that are for this device and shape were refused.
+
+@dataclass(frozen=True)
+class Choice:
+    """What a folder of tuned configurations has for an engine.
+
+    Attributes:
+        path: the file that is used; None for none.
+        refused: why files for this device and shape are not: measured with other versions.
+        others: why files for this architecture are not: for another device or shape, or older.
     """
+
+    path: Path | None
+    refused: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+
+def choose(blocks: Iterable[tuple[Path, Mapping[str, Any]]], facts: Facts) -> Choice:
+    """Choose among files with their blocks; of several that are right the latest counts."""
     accepted: list[tuple[str, Path]] = []
-    refused = []
+    refused, others = [], []
     for path, block in blocks:
-        if not is_for(block, facts):
-            continue
-        decision = decide(block, facts)
-        if decision:
+        here, now = is_for(block, facts), decide(block, facts)
+        if here and now:
             accepted.append((block["date"], path))
-        else:
-            refused.append(f"{path} is not used: {decision.reason}")
-    return (max(accepted)[1] if accepted else None), refused
+        elif here:
+            refused.append(f"{path} is not used: {now.reason}")
+        elif block["shape"].get("architecture") == facts.shape.get("architecture"):
+            others.append(f"{path} is not used: {here.reason}")
+    accepted.sort()
+    right = accepted[-1][1] if accepted else None
+    others += [f"{older} is not used: {right} is newer" for _, older in accepted[:-1]]
+    return Choice(right, tuple(refused), tuple(others))

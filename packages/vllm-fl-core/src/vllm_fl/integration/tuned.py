@@ -80,11 +80,14 @@ def look_up(vllm_config: VllmConfig) -> None:
     if state.get_policy() != state.current_config().policy():
         logger.info("%s is not searched: a policy was set from Python.", env.TUNED_DIR.name)
         return
-    _found, refused = tuned.choose(config_file.read_blocks(folder), _facts(vllm_config))
-    for reason in refused:
+    choice = tuned.choose(config_file.read_blocks(folder), _facts(vllm_config))
+    _found = choice.path
+    for reason in choice.refused:
         logger.warning("%s.", reason)
+    for reason in choice.others:
+        logger.info("%s.", reason)
     if _found is None:
-        logger.info("%s has no configuration for this model and device.", folder)
+        logger.info("%s has no configuration that is used for this model and device.", folder)
     else:
         logger.info("Operators are chosen by %s (tuned).", _found)
     state.use_tuned_file(_found)
@@ -92,8 +95,9 @@ def look_up(vllm_config: VllmConfig) -> None:
 
 
 def _warn(named: object, block: dict[str, Any], here: tuned.Facts) -> None:
-    if not tuned.is_for(block, here):
-        logger.warning("%s was tuned for another device or shape of model.", named)
+    fits = tuned.is_for(block, here)
+    if not fits:
+        logger.warning("%s was tuned for another device or shape of model: %s.", named, fits.reason)
         return
     decision = tuned.decide(block, here)
     if not decision:

@@ -191,6 +191,18 @@ def test_a_grouped_router_chooses_as_vllm_s(scoring, biased, renormalize, scale,
     torch.testing.assert_close(results[1], results[0])
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{"scoring_func": "sqrtsoftplus"}, {"num_fused_shared_experts": 1}],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_a_grouped_router_with_other_settings_stays(settings):
+    router = GroupedTopKRouter(
+        top_k=3, global_num_experts=16, num_expert_group=4, topk_group=2, **settings
+    )
+    assert moe.dispatched(router) is router
+
+
 BIASED = list(itertools.product(("softmax", "sigmoid"), (False, True), (1.0, 2.5)))
 
 

@@ -197,6 +197,11 @@ class GroupedTopKRouterFL(DispatchedRouter, GroupedTopKRouter):  # type: ignore[
     operator = "grouped_topk"
     skip_padding = False  # only newer versions of vLLM let a model ask for it
 
+    @staticmethod
+    def serves(router: Any) -> bool:
+        """Whether the operator computes what a router does."""
+        return _is_grouped_topk(router)
+
     def _compute_routing(
         self,
         hidden_states: torch.Tensor,
@@ -225,10 +230,9 @@ class FusedTopKBiasRouterFL(DispatchedRouter, FusedTopKBiasRouter):  # type: ign
     def serves(router: Any) -> bool:
         """Whether the operator computes what a router does."""
         return (
-            router.scoring_func in ("softmax", "sigmoid")
+            _is_grouped_topk(router)
             and router.e_score_correction_bias is not None
             and router.global_num_experts > 1
-            and router.num_fused_shared_experts == 0
             and router._hash_indices_table is None
             and getattr(router, "bias_vl", None) is None  # only newer versions of vLLM have it
         )
@@ -243,6 +247,11 @@ class FusedTopKBiasRouterFL(DispatchedRouter, FusedTopKBiasRouter):  # type: ign
     ) -> Routing:
         """router_logits [T, E] -> weights [T, k] fp32 and expert ids [T, k] int32."""
         return _without_padding(*_grouped(self._op, self, router_logits, 1, 1))
+
+
+def _is_grouped_topk(router: Any) -> bool:
+    """Whether :func:`_grouped` knows a router's scores, and no choice is a shared expert's."""
+    return router.scoring_func in ("softmax", "sigmoid") and router.num_fused_shared_experts == 0
 
 
 def _grouped(

@@ -12,7 +12,8 @@ pytest.importorskip("vllm")
 pytest.importorskip("vllm_fl_reference")
 
 from packaging.version import Version  # noqa: E402
-from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.config import LoRAConfig, VllmConfig, set_current_vllm_config  # noqa: E402
+from vllm.lora.utils import is_in_target_modules  # noqa: E402
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation  # noqa: E402
 from vllm.model_executor.layers.fused_moe.config import (  # noqa: E402
     FusedMoEConfig,
@@ -97,6 +98,35 @@ def test_vllm_s_own_method_still_cannot_run_on_this_platform():
 def test_what_the_operator_does_not_have_is_refused_with_the_reason(change, reason):
     with pytest.raises(ValueError, match=reason):
         moe.UnquantizedFusedMoEMethodFL(layer_config(**change))
+
+
+ON_EXPERTS = (
+    None,
+    ["experts"],
+    ["q_proj", "text_experts"],
+    ["model.layers.0.mlp.experts"],
+    ["experts.0.gate_proj"],
+)
+ELSEWHERE = ([], ["q_proj", "gate_proj"], ["model.layers.0.mlp.shared_experts.down_proj"])
+
+
+@pytest.mark.parametrize("targets", ON_EXPERTS + ELSEWHERE, ids=str)
+def test_adapters_on_experts_are_refused_and_others_are_not(targets, monkeypatch):
+    adapters = SimpleNamespace(lora_config=LoRAConfig(target_modules=targets))
+    monkeypatch.setattr(moe, "get_current_vllm_config", lambda: adapters)
+    if targets in ON_EXPERTS:
+        with pytest.raises(ValueError, match="need LoRA adapters"):
+            moe.UnquantizedFusedMoEMethodFL(layer_config())
+    else:
+        assert moe._missing(layer_config()) == ""
+
+
+@pytest.mark.parametrize("targets", ON_EXPERTS[1:] + ELSEWHERE, ids=str)
+def test_vllm_puts_adapters_on_the_same_experts(targets):
+    packed = {"experts": ["experts.0.gate_proj", "experts.0.down_proj"]}
+    names = ("model.layers.0.mlp.experts", "model.layers.0.mlp.text_experts")
+    wrapped = any(is_in_target_modules(name, targets, packed) for name in names)
+    assert wrapped == (targets in ON_EXPERTS)
 
 
 def test_where_vllm_has_kernels_it_keeps_what_only_the_defaults_would_dispatch(monkeypatch):

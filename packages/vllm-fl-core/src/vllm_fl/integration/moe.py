@@ -33,6 +33,7 @@ from vllm_fl.integration.layers import bind
 logger = get_logger("vllm_fl.integration")
 
 _ANY_BACKEND = ("auto", "humming")  # vLLM takes the second, too, as no choice for these experts
+_EXPERTS = frozenset({"experts", "text_experts", "vision_experts"})  # in vLLM's models
 
 Routing: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
@@ -107,7 +108,6 @@ def _missing(moe: FusedMoEConfig) -> str:
     """Return what a layer needs that ``fused_experts`` does not have; "" if it has everything."""
     parallel = moe.moe_parallel_config
     all2all = parallel.use_all2all_kernels and not parallel.use_ag_rs_all2all_kernels
-    lora = get_current_vllm_config().lora_config
     needs = {
         f"the activation {moe.activation.value!r}": moe.activation.value not in EXPERT_ACTIVATIONS,
         "a limit on the activation (swiglu_limit)": moe.swiglu_limit is not None,
@@ -115,9 +115,22 @@ def _missing(moe: FusedMoEConfig) -> str:
         f"the all2all backend {parallel.all2all_backend!r}": all2all,
         f"the kernel of --moe-backend {moe.moe_backend}": moe.moe_backend not in _ANY_BACKEND,
         # Adapters take a modular kernel of vLLM's, unless they stay away from the experts.
-        "LoRA adapters": lora is not None and not getattr(lora, "target_modules", None),
+        "LoRA adapters (--lora-target-modules keeps them off the experts)": _adapts_experts(),
     }
     return ", ".join(what for what, needed in needs.items() if needed)
+
+
+def _adapts_experts() -> bool:
+    """Whether vLLM may put adapters on the experts of some layer.
+
+    As vLLM's ``is_in_target_modules`` for every name that a module of experts has in vLLM's models,
+    without the model, which is not built yet: a target is such a name, or a path through one.
+    """
+    lora = get_current_vllm_config().lora_config
+    if lora is None:
+        return False
+    targets = lora.target_modules
+    return targets is None or any(not _EXPERTS.isdisjoint(name.split(".")) for name in targets)
 
 
 def _refusal(missing: str) -> str:

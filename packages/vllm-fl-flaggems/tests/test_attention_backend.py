@@ -154,6 +154,7 @@ def test_supported_configurations_have_no_objection() -> None:
         ({"use_mla": True}, "MLA not supported"),
         ({"use_sparse": True}, "sparse not supported"),
         ({"use_mm_prefix": True}, "multimodal"),
+        ({"use_batch_invariant": True}, "batch invariance"),
         ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type"),
     ],
 )

@@ -135,6 +135,19 @@ def test_it_comes_before_the_reference(manager: OpManager) -> None:
         assert manager.get_selected_impl_id(op_name) == "default.flagos"
 
 
+def test_what_depends_on_the_batch_is_not_available_where_nothing_may(
+    manager: OpManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    selected = {op: manager.get_selected_impl_id(op) for op in FlagGemsBackend.operators}
+    others = {op for op, impl_id in selected.items() if impl_id == "reference.torch"}
+    assert others == {"topk_softmax", "grouped_topk", "fused_experts"}
+    for op_name in others:
+        ((impl, decision),) = manager.rank(op_name).rejected
+        assert impl.impl_id == "default.flagos"
+        assert decision.reason.startswith("VLLM_BATCH_INVARIANT is set")
+
+
 @pytest.mark.parametrize(
     "x",
     [torch.ones(3, 8, dtype=torch.float64), torch.ones(8, 3).t()],

@@ -223,3 +223,12 @@ def test_what_is_declined_has_a_reason() -> None:
     assert "vector of 6" in str(
         experts.supports(x, w1, w2, weights, ids, "silu", False, 6, expert_map)
     )
+
+
+def test_a_row_depends_on_the_batch() -> None:
+    """Why the backend refuses it where vLLM may not let that happen."""
+    x, w1, w2, weights, ids = arguments(80, 2, 1, (160, 96), torch.float32)
+    together = experts.fused_experts(x, w1, w2, weights, ids)
+    alone = experts.fused_experts(x[:1], w1, w2, weights[:1], ids[:1])
+    torch.testing.assert_close(together[:1], alone)
+    assert not torch.equal(together[:1], alone)

@@ -52,6 +52,11 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
+def batch_invariant() -> bool:
+    """Whether no result may depend on the batch (vLLM's own variable VLLM_BATCH_INVARIANT)."""
+    return os.environ.get("VLLM_BATCH_INVARIANT", "0") != "0"
+
+
 def _has_accelerator() -> Decision:
     """Say whether this machine has a device other than the CPU.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from vllm_fl.dispatch.backend import Backend, ExpertsShape, Implementation
-from vllm_fl.dispatch.types import BackendImplKind
-from vllm_fl_flaggems.availability import interpreted, triton_availability
+from vllm_fl.dispatch.types import BackendImplKind, Decision, OpImpl
+from vllm_fl_flaggems.availability import batch_invariant, interpreted, triton_availability
 from vllm_fl_flaggems.gems import aten
 from vllm_fl_flaggems.gems.source import installed
 from vllm_fl_flaggems.gems.start import start
@@ -16,6 +17,9 @@ from vllm_fl_flaggems.warmup import token_ranges
 _OPS = "vllm_fl_flaggems.ops"
 _FLOATS = ("float16", "bfloat16", "float32")
 _INTS = ("int32", "int64")
+# Their tiles follow the number of tokens, hence the order in which a row is summed. Attention's
+# parts do, too: its class leaves supports_batch_invariance at vLLM's no.
+_OF_THE_BATCH = ("topk_softmax", "grouped_topk", "fused_experts")
 
 
 def _operator(
@@ -65,6 +69,14 @@ class FlagGemsBackend(Backend):
         "triton:_gen_module_*": ("", "flag_gems"),  # its generated pointwise kernels
     }
 
+    def implementations(self) -> Iterator[OpImpl | Exception]:
+        """As in the base class, but for operators whose rows depend on the rest of the batch."""
+        for impl in super().implementations():
+            if isinstance(impl, OpImpl) and impl.op_name in _OF_THE_BATCH:
+                yield replace(impl, available=self.is_available_beside_others)
+            else:
+                yield impl
+
     def knows(self, name: str) -> object:
         """Whether flag_gems has ATen operators of that name."""
         return aten.knows(installed(), name)
@@ -87,4 +99,12 @@ class FlagGemsBackend(Backend):
 
     def is_available(self) -> object:
         """Whether Triton is installed, in a tested version, and has a device."""
+        return triton_availability()
+
+    def is_available_beside_others(self) -> Decision:
+        """Whether it is available to operators whose rows depend on the rest of the batch."""
+        if batch_invariant():
+            return Decision.no(
+                "VLLM_BATCH_INVARIANT is set, and the kernel's tiles follow the number of tokens"
+            )
         return triton_availability()

@@ -205,6 +205,7 @@ def test_not_asked_for_nothing_happens(monkeypatch: pytest.MonkeyPatch, worker: 
 
 
 REASONS = {
+    "batch": "VLLM_BATCH_INVARIANT is set, and flag_gems' products tune by the batch",
     "missing": "flag_gems is not installed (pip install --no-deps flag-gems)",
     "no device": "no device for Triton",
     "cpu": "vLLM runs on the CPU here, flag_gems on accelerators",
@@ -216,7 +217,9 @@ def prevent(monkeypatch: pytest.MonkeyPatch, worker: Worker, obstacle: str) -> N
     def fail(found: Installed, selection: aten.Selection) -> None:
         raise worker.Unavailable(REASONS["import"])
 
-    if obstacle == "missing":
+    if obstacle == "batch":
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    elif obstacle == "missing":
         monkeypatch.setattr(start, "installed", lambda: None)
     elif obstacle == "no device":
         monkeypatch.setattr(

@@ -11,7 +11,7 @@ from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.logging import get_logger
 from vllm_fl.dispatch.oplist import OpList
 from vllm_fl.dispatch.types import Decision
-from vllm_fl_flaggems.availability import interpreted, triton_availability
+from vllm_fl_flaggems.availability import batch_invariant, interpreted, triton_availability
 from vllm_fl_flaggems.gems.aten import is_asked_for, names_aten_operators, select
 from vllm_fl_flaggems.gems.mends import usable
 from vllm_fl_flaggems.gems.source import installed
@@ -30,6 +30,8 @@ def possible() -> Decision:
     found = installed()
     if found is None:
         return Decision.no("flag_gems is not installed (pip install --no-deps flag-gems)")
+    if batch_invariant():
+        return Decision.no("VLLM_BATCH_INVARIANT is set, and flag_gems' products tune by the batch")
     triton = triton_availability()
     if not triton:
         return triton

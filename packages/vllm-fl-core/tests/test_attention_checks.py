@@ -7,7 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_fl.integration.attention_checks import check_layer, check_per_head, check_step, refuse
+from vllm_fl.integration.attention_checks import (
+    check_layer,
+    check_per_head,
+    check_step,
+    context_parallel_problems,
+    refuse,
+)
 
 
 class Backend:
@@ -49,3 +55,39 @@ def test_a_layer_that_asks_for_more_is_refused(change, what):
 def test_the_first_of_several_is_named():
     with pytest.raises(NotImplementedError, match=r"^acme does not support sinks$"):
         refuse("acme", {"soft caps": False, "sinks": True, "ALiBi": True})
+
+
+ABILITIES = ("supports_dcp", "can_return_lse_for_decode",
+             "supports_mtp_with_cp_non_trivial_interleave_size")  # fmt: skip
+DCP = "decode_context_parallel_size=2 not supported"
+INTERLEAVED = "cp_kv_cache_interleave_size=4 with speculative decoding not supported"
+
+
+@pytest.mark.parametrize(
+    ("decode", "prefill", "interleave", "speculates", "lacking", "problems"),
+    [
+        (1, 1, 4, True, ABILITIES, []),
+        (2, 1, 1, False, (), []),
+        (2, 1, 1, False, ABILITIES[:1], [DCP]),
+        (2, 1, 1, False, ABILITIES[1:2], [DCP]),
+        (2, 1, 4, False, ABILITIES[2:], []),
+        (2, 1, 1, True, ABILITIES[2:], []),
+        (2, 1, 4, True, (), []),
+        (2, 1, 4, True, ABILITIES, [DCP, INTERLEAVED]),
+        (1, 2, 4, True, ABILITIES, [INTERLEAVED]),
+    ],
+)
+def test_what_context_parallelism_needs_of_the_layers(
+    decode, prefill, interleave, speculates, lacking, problems
+):
+    impl = SimpleNamespace(**{ability: ability not in lacking for ability in ABILITIES})
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            decode_context_parallel_size=decode,
+            prefill_context_parallel_size=prefill,
+            cp_kv_cache_interleave_size=interleave,
+        ),
+        speculative_config=object() if speculates else None,
+    )
+    backend = SimpleNamespace(get_impl_cls=lambda: impl)
+    assert context_parallel_problems(backend, config) == problems

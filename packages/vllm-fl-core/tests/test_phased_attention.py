@@ -71,6 +71,7 @@ class OneImpl(AttentionImpl):
 
 class OtherImpl(OneImpl):
     supports_dcp = True
+    can_return_lse_for_decode = True
 
 
 class OneBuilder(AttentionMetadataBuilder):
@@ -437,7 +438,7 @@ def choose(manager, monkeypatch):
                    vendor=impl_id.split(".")[1] if kind == "vendor" else None)
         )  # fmt: skip
 
-    def run(implementations, order, selected=None, live=False, **needs):
+    def run(implementations, order, selected=None, live=False, parallel=None, **needs):
         manager.registry.clear()
         for impl_id, backend in implementations.items():
             register(impl_id, backend)
@@ -448,6 +449,8 @@ def choose(manager, monkeypatch):
         )  # fmt: skip
         additional = {"vllm_fl": {"live_attention": live}} if live else {}
         run.vllm_config = vllm_config = VllmConfig(additional_config=additional)
+        for name, value in (parallel or {}).items():
+            setattr(vllm_config.parallel_config, name, value)
         with set_current_vllm_config(vllm_config):
             return select_backend(Platform, selected, config)
 
@@ -496,6 +499,31 @@ def test_what_is_named_must_go_together(choose):
     with pytest.raises(NoAttentionBackend, match=r"vendor.acme .*attention sinks not supported"):
         choose({"default.flagos": One, "vendor.acme": Other}, APART, has_sink=True)
     assert attention.is_user_s_order()
+
+
+DCP = {"decode_context_parallel_size": 2}
+
+
+def test_what_has_no_context_parallelism_is_not_selected(choose):
+    """vLLM itself would ask when the layers are built, where nothing else can be chosen."""
+    both = {"default.flagos": One, "vendor.acme": Other}
+    assert choose(both, ["flagos", "vendor"]) == f"{__name__}.One"
+    assert choose(both, ["flagos", "vendor"], parallel=DCP) == f"{__name__}.Other"
+    order = {"decode": ["flagos", "vendor"], "prefill": ["vendor"]}
+    assert choose(both, order, parallel=DCP) == f"{__name__}.Other"
+    with pytest.raises(NoAttentionBackend) as refusal:
+        choose(both, APART, parallel=DCP)
+    assert (
+        f"default.flagos (CUSTOM, {__name__}:One): decode_context_parallel_size=2 not supported\n"
+    ) in str(refusal.value)
+    live = choose(both, ["vendor"], parallel=DCP, live=True)
+    assert live == f"{__name__}.Other"
+
+
+def test_an_implementation_that_returns_no_lse_has_no_context_parallelism(choose, monkeypatch):
+    monkeypatch.setattr(OtherImpl, "can_return_lse_for_decode", False)
+    with pytest.raises(NoAttentionBackend, match="decode_context_parallel_size=2 not supported"):
+        choose({"vendor.acme": Other}, ["vendor"], parallel=DCP)
 
 
 def test_what_the_platform_s_defaults_name_is_no_user_s(choose, tmp_path, monkeypatch):

@@ -129,6 +129,8 @@ def attention_backend(use_mla: bool = False, use_sparse: bool = False) -> str:
 
     Called once a layer group when the model is built; the class is a subclass of vLLM's
     ``AttentionBackend`` whose ``validate_configuration`` refuses, with reasons, what it cannot do.
+    With decode context parallelism its implementation class must say that it ``supports_dcp`` and
+    ``can_return_lse_for_decode``.
     Steps in which every request has one new token (phase ``decode``) may have another class than
     all others (``prefill``), if both lay the cache out in the same way.
     Source: vLLM ``Platform.get_attn_backend_cls``.

@@ -14,6 +14,7 @@ from vllm_fl.dispatch.phases import DECODE, PREFILL, join_choice, phase_name, sp
 from vllm_fl.dispatch.policy import Ranking
 from vllm_fl.dispatch.state import current_config, get_policy
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl, load_object
+from vllm_fl.integration.attention_checks import context_parallel_problems
 from vllm_fl.integration.handover import adopt, note_choice, wants_live_attention
 from vllm_fl.integration.live_attention import OPERATOR, LiveChoice, make_live
 
@@ -81,11 +82,16 @@ class _Selection:
     """One selection: what the layers need, and why implementations cannot serve them."""
 
     def __init__(
-        self, platform: Any, selected: AttentionBackendEnum | None, config: AttentionSelectorConfig
+        self,
+        platform: Any,
+        selected: AttentionBackendEnum | None,
+        config: AttentionSelectorConfig,
+        vllm_config: VllmConfig,
     ) -> None:
         self.platform = platform
         self.selected = selected
         self.config = config
+        self.vllm_config = vllm_config
         self.needs = {"use_mla": config.use_mla, "use_sparse": config.use_sparse}
         self.refusals: dict[tuple[str, str], str] = {}
 
@@ -110,10 +116,13 @@ class _Selection:
             try:
                 reference = manager.function(impl)(**self.needs)
                 backend = load_object(reference)
-                problems = backend.validate_configuration(
-                    device_capability=self.platform.get_device_capability(),
-                    **self.config._asdict(),
-                )
+                problems = [
+                    *backend.validate_configuration(
+                        device_capability=self.platform.get_device_capability(),
+                        **self.config._asdict(),
+                    ),
+                    *context_parallel_problems(backend, self.vllm_config),
+                ]
             except Exception as error:
                 if strict:
                     raise
@@ -215,7 +224,7 @@ def select_backend(
     vllm_config = get_current_vllm_config()
     adopt(vllm_config)
     manager, strict = get_default_manager(), get_policy().strict
-    selection = _Selection(platform, selected, config)
+    selection = _Selection(platform, selected, config, vllm_config)
     rankings = manager.rank_by_phase(OPERATOR, call=((), selection.needs))
     for parts in _combinations(
         {phase: selection.candidates(ranking, strict) for phase, ranking in rankings.items()}
@@ -224,7 +233,8 @@ def select_backend(
         if joined is None:
             continue
         if selected is None and wants_live_attention(vllm_config):
-            joined = _Selection(platform, None, config).made_live(parts) or joined
+            live = _Selection(platform, None, config, vllm_config)
+            joined = live.made_live(parts) or joined
         backend, path = joined
         if backend.get_name() == AttentionBackendEnum.CUSTOM.name:
             register_backend(AttentionBackendEnum.CUSTOM, path)

@@ -1,8 +1,8 @@
 """Checks that attention implementations share: what they cannot do, a layer or step must not ask.
 
 vLLM asks a backend's class in ``validate_configuration``; what it does not ask there is refused
-here, when a layer is built, a step is described or a layer is called. ``who`` is the subject of
-the error's sentence, as in "the attention of Acme".
+here, when a backend is selected, a layer is built, a step is described or a layer is called.
+``who`` is the subject of the error's sentence, as in "the attention of Acme".
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.attention.backend import (
         AttentionBackend,
         AttentionImpl,
@@ -27,6 +28,32 @@ def refuse(who: str, asked: Mapping[str, bool]) -> None:
     for what, is_asked in asked.items():
         if is_asked:
             raise NotImplementedError(f"{who} does not support {what}")
+
+
+def context_parallel_problems(
+    backend: type[AttentionBackend], vllm_config: VllmConfig
+) -> list[str]:
+    """Return what a backend's layers lack for the context parallelism of the configuration.
+
+    vLLM's selector asks about that of prefill, and of decode in 0.33 alone; for the rest vLLM asks
+    the layers when all are built, in ``check_attention_cp_compatibility``.
+    """
+    parallel = vllm_config.parallel_config
+    decode = parallel.decode_context_parallel_size
+    if decode * parallel.prefill_context_parallel_size == 1:
+        return []
+    impl = backend.get_impl_cls()
+    interleave = parallel.cp_kv_cache_interleave_size
+    problems = {
+        f"decode_context_parallel_size={decode} not supported": decode > 1
+        and not (impl.supports_dcp and impl.can_return_lse_for_decode),
+        f"cp_kv_cache_interleave_size={interleave} with speculative decoding not supported": (
+            interleave > 1
+            and vllm_config.speculative_config is not None
+            and not impl.supports_mtp_with_cp_non_trivial_interleave_size
+        ),
+    }
+    return [problem for problem, is_one in problems.items() if is_one]
 
 
 def check_layer(

@@ -55,7 +55,8 @@ class AttentionFLBackend(AttentionBackend):
 
     What it cannot do (latent or sparse attention, quantised caches, encoders, cross attention,
     bidirectional ranges for multimodal prefixes, context parallelism, ...) it leaves unsupported in
-    vLLM's ``supports_*`` answers, so that `validate_configuration` refuses it with the reason.
+    vLLM's ``supports_*`` answers and its implementation's, so that it is not selected, and the
+    reason is known.
     """
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float32, torch.float16, torch.bfloat16]

@@ -8,6 +8,7 @@ from vllm_fl.dispatch import discovery
 from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.handle import BoundOp
 from vllm_fl.dispatch.report import operator_table
+from vllm_fl.integration import caches
 from vllm_fl.integration.handover import adopt
 from vllm_fl.integration.lenient import lenient
 from vllm_fl.integration.tuning import TuningMethods
@@ -43,9 +44,13 @@ class _WorkerHooks:
     _fl_profiled = False
 
     def load_model(self, *args: Any, **kwargs: Any) -> Any:
-        """Start the backends in this process, whose device is set by now, then load the model."""
+        """Start the backends in this process, whose device is set by now, then load the model.
+
+        Nothing of it is what an earlier engine of this process was given.
+        """
         worker: Any = self
         start_backends(worker.vllm_config, worker.rank)
+        caches.forget()
         parent: Any = super()
         return parent.load_model(*args, **kwargs)
 

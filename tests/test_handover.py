@@ -30,6 +30,12 @@ def _clean(monkeypatch):
     reset_default_manager()
 
 
+def configuration(additional, architectures=("AcmeForCausalLM",)):
+    """Return what the hand-over reads of vLLM's configuration."""
+    model = SimpleNamespace(architectures=list(architectures))
+    return SimpleNamespace(additional_config=additional, model_config=model)
+
+
 @pytest.fixture
 def in_child(monkeypatch):
     """Go on as a child of this process, with the policy that it reads for itself."""
@@ -47,7 +53,7 @@ def published(monkeypatch):
     """What a parent with VLLM_FL_PREFER=vendor publishes."""
     monkeypatch.setenv("VLLM_FL_PREFER", "vendor")
     reset_global_policy()
-    config = SimpleNamespace(additional_config={})
+    config = configuration({})
     handover.publish(config)
     return config
 
@@ -70,7 +76,7 @@ def test_a_child_with_another_environment_stops(published, in_child, monkeypatch
 
 def test_a_policy_set_from_python_is_taken_over(in_child):
     set_global_policy(SelectionPolicy.from_dict(deny_vendors=["acme"]))
-    config = SimpleNamespace(additional_config={"of": "another plug-in"})
+    config = configuration({"of": "another plug-in"})
     handover.publish(config)
     in_child()
     handover.adopt(config)
@@ -83,13 +89,24 @@ def test_operators_and_wheel_versions_are_published_for_the_compile_cache_key(pu
     assert operators["rms_norm"].startswith("reference.torch vllm-fl-reference 0.")
 
 
+def test_the_model_stays_known_where_a_part_of_it_is_built(tiny_model):
+    from vllm.engine.arg_utils import EngineArgs
+
+    whole = EngineArgs(model=str(tiny_model), dtype="float32").create_engine_config()
+    part = whole.with_hf_config(whole.model_config.hf_config, architectures=["MistralForCausalLM"])
+    assert part.model_config.architectures == ["MistralForCausalLM"]
+    for config in (whole, part):
+        assert handover.architectures(config) == whole.model_config.architectures
+    assert handover.architectures(configuration({})) == []
+
+
 def test_a_configuration_of_another_type_is_refused():
     with pytest.raises(ConfigError, match="additional_config is object"):
-        handover.publish(SimpleNamespace(additional_config=object()))
+        handover.publish(configuration(object()))
 
 
 def test_a_worker_that_nobody_configured_goes_on():
-    handover.adopt(SimpleNamespace(additional_config={}))
+    handover.adopt(configuration({}))
     assert get_policy() == SelectionPolicy()
 
 
@@ -106,7 +123,7 @@ def test_any_variable_that_chooses_must_arrive(in_child, monkeypatch, tmp_path, 
     (tmp_path / "plug.py").write_text("def register_builtins(registry): pass")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv(name, value)
-    config = SimpleNamespace(additional_config={})
+    config = configuration({})
     handover.publish(config)
     in_child()
     monkeypatch.delenv(name)
@@ -116,13 +133,13 @@ def test_any_variable_that_chooses_must_arrive(in_child, monkeypatch, tmp_path, 
 
 def test_what_does_not_choose_is_not_in_the_compile_cache_key(published, monkeypatch):
     monkeypatch.setenv("VLLM_FL_LOG_LEVEL", "debug")
-    again = SimpleNamespace(additional_config={})
+    again = configuration({})
     handover.publish(again)
     assert again.additional_config == published.additional_config
 
 
 def test_a_context_around_the_engine_is_published(in_child):
-    config = SimpleNamespace(additional_config={})
+    config = configuration({})
     with with_preference("reference"):
         handover.publish(config)
         handover.adopt(config)
@@ -135,7 +152,7 @@ def test_a_context_around_the_engine_is_published(in_child):
 
 
 def test_a_forked_child_takes_the_context_over():
-    config = SimpleNamespace(additional_config={})
+    config = configuration({})
     with with_preference("reference"):
         handover.publish(config)
     child = os.fork()
@@ -150,12 +167,12 @@ def test_a_forked_child_takes_the_context_over():
 
 def test_the_key_is_reserved():
     with pytest.raises(ConfigError, match="is reserved for vllm-fl"):
-        handover.publish(SimpleNamespace(additional_config={"vllm_fl": {"a": 1}}))
+        handover.publish(configuration({"vllm_fl": {"a": 1}}))
 
 
 def test_only_the_tuner_s_engine_has_live_attention(published):
     assert not handover.wants_live_attention(published)
-    config = SimpleNamespace(additional_config={"vllm_fl": {"live_attention": True}})
+    config = configuration({"vllm_fl": {"live_attention": True}})
     handover.publish(config)
     assert handover.wants_live_attention(config)
     ours, theirs = (c.additional_config["vllm_fl"] for c in (config, published))

@@ -438,7 +438,7 @@ def choose(manager, monkeypatch):
                    vendor=impl_id.split(".")[1] if kind == "vendor" else None)
         )  # fmt: skip
 
-    def run(implementations, order, selected=None, live=False, parallel=None, **needs):
+    def run(implementations, order, selected=None, live=False, parallel=None, model="", **needs):
         manager.registry.clear()
         for impl_id, backend in implementations.items():
             register(impl_id, backend)
@@ -451,6 +451,7 @@ def choose(manager, monkeypatch):
         run.vllm_config = vllm_config = VllmConfig(additional_config=additional)
         for name, value in (parallel or {}).items():
             setattr(vllm_config.parallel_config, name, value)
+        vllm_config.additional_config["vllm_fl"]["architectures"] = [model]
         with set_current_vllm_config(vllm_config):
             return select_backend(Platform, selected, config)
 
@@ -524,6 +525,30 @@ def test_an_implementation_that_returns_no_lse_has_no_context_parallelism(choose
     monkeypatch.setattr(OtherImpl, "can_return_lse_for_decode", False)
     with pytest.raises(NoAttentionBackend, match="decode_context_parallel_size=2 not supported"):
         choose({"vendor.acme": Other}, ["vendor"], parallel=DCP)
+
+
+def test_a_model_that_wraps_vllm_s_classes_gets_one(choose, log, monkeypatch):
+    model = "VoxtralRealtimeGeneration"
+    both = {"default.flagos": One, "vendor.acme": Other}
+    assert choose(both, ["flagos", "vendor"], model="Voxtral") == f"{__name__}.One"
+    with pytest.raises(NoAttentionBackend) as refusal:
+        choose(both, ["flagos", "vendor"], model=model)
+    why = f"{model} takes vLLM's own attention backends alone"
+    assert f"vendor.acme (FLASH_ATTN, {__name__}:Other): {why}\n" in str(refusal.value)
+    vllm_s = type("VllmS", (Other,), {"__module__": "vllm.v1.attention.backends.acme"})
+    monkeypatch.setitem(globals(), "Ours", type("Ours", (vllm_s,), {"__module__": __name__}))
+    both["vendor.acme"] = globals()["Ours"]
+    order = {"decode": ["flagos", "vendor"], "prefill": ["vendor"]}
+    log.clear()
+    assert choose(both, order, model=model) == f"{__name__}.Ours"
+    said = [record.getMessage() for record in log]
+    assert said.count(f"Attention is not by default.flagos: {why}") == 1
+    # Not a class made of two of them, either.
+    monkeypatch.setitem(globals(), "Second", type("Second", (vllm_s,), {"__module__": __name__}))
+    both["vendor.second"] = globals()["Second"]
+    order = {"decode": ["vendor:acme"], "prefill": ["vendor:second", "vendor:acme"]}
+    assert choose(both, order, model=model) == f"{__name__}.Ours"
+    assert choose(both, ["vendor:second"], model=model, live=True) == f"{__name__}.Second"
 
 
 def test_what_the_platform_s_defaults_name_is_no_user_s(choose, tmp_path, monkeypatch):

@@ -321,3 +321,48 @@ def test_the_defaults_decode_with_flagos_and_prefill_with_flash_attention():
     assert run(ATTENTION.format(questions=asked, planted=FLAGOS))["the defaults"] == (
         "vllm_fl.integration.phased_attention.DecodeFlagosBackendPrefillFlashAttentionBackend"
     )
+
+
+WRAPPED = """
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.models.whisper_causal import (
+    create_whisper_attention_backend_with_block_pooling as wrap,
+)
+from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+from vllm.v1.attention.selector import get_attn_backend
+from vllm_fl.integration import caches
+from vllm_fl.dispatch import BackendImplKind, OpImpl, get_default_manager
+from vllm_fl.integration.handover import KEY
+from vllm_fl_cuda.backend import CudaBackend
+
+CudaBackend.is_available = lambda self: True
+FlashAttentionBackend.validate_configuration = classmethod(lambda cls, **needs: [])
+get_default_manager().registry.register_impl(OpImpl(
+    "attention_backend", "default.flagos", BackendImplKind.DEFAULT,
+    lambda use_mla=False, use_sparse=False:
+        "vllm_fl_reference.attention.backend:ReferenceAttentionBackend",
+))
+answers = {}
+for name in ("VoxtralForConditionalGeneration", "VoxtralRealtimeGeneration"):
+    caches.forget()
+    config = VllmConfig()
+    config.additional_config[KEY]["architectures"] = [name]
+    with set_current_vllm_config(config):
+        backend = get_attn_backend(64, torch.bfloat16, "auto")
+    try:
+        answers[name] = wrap(backend, 4).__name__
+    except NotImplementedError as error:
+        answers[name] = str(error)
+print(json.dumps(answers))
+"""
+
+
+def test_vllm_can_wrap_the_class_where_a_model_s_code_does():
+    answers = run(WRAPPED)
+    assert "PrefillFlashAttentionBackend'> is not yet supported." in answers.pop(
+        "VoxtralForConditionalGeneration"
+    )  # whose code does not; were it otherwise, the rule could go
+    assert answers == {
+        "VoxtralRealtimeGeneration": "WhisperCausalAttentionWithBlockPooling_FlashAttentionBackend"
+    }

@@ -14,8 +14,8 @@ from vllm_fl.dispatch.phases import DECODE, PREFILL, join_choice, phase_name, sp
 from vllm_fl.dispatch.policy import Ranking
 from vllm_fl.dispatch.state import current_config, get_policy
 from vllm_fl.dispatch.types import BackendImplKind, OpImpl, load_object
-from vllm_fl.integration.attention_checks import context_parallel_problems
-from vllm_fl.integration.handover import adopt, note_choice, wants_live_attention
+from vllm_fl.integration.attention_checks import context_parallel_problems, wrapping_problems
+from vllm_fl.integration.handover import adopt, architectures, note_choice, wants_live_attention
 from vllm_fl.integration.live_attention import OPERATOR, LiveChoice, make_live
 
 if TYPE_CHECKING:
@@ -92,6 +92,7 @@ class _Selection:
         self.selected = selected
         self.config = config
         self.vllm_config = vllm_config
+        self.architectures = architectures(vllm_config)
         self.needs = {"use_mla": config.use_mla, "use_sparse": config.use_sparse}
         self.refusals: dict[tuple[str, str], str] = {}
 
@@ -122,6 +123,7 @@ class _Selection:
                         **self.config._asdict(),
                     ),
                     *context_parallel_problems(backend, self.vllm_config),
+                    *wrapping_problems(backend, self.architectures),
                 ]
             except Exception as error:
                 if strict:
@@ -130,8 +132,10 @@ class _Selection:
                 logger.warning("%s of %s failed: %r", impl.impl_id, OPERATOR, error)
                 continue
             if problems:
-                what = f" ({backend.get_name()}, {reference})"
-                self.refuse(impl.impl_id, "; ".join(problems), what)
+                why = "; ".join(problems)
+                if (impl.impl_id, why) not in self.refusals:
+                    logger.info("Attention is not by %s: %s", impl.impl_id, why)
+                self.refuse(impl.impl_id, why, f" ({backend.get_name()}, {reference})")
                 continue
             yield _Candidate(impl, backend, str(reference).replace(":", "."))
 
@@ -141,9 +145,10 @@ class _Selection:
         backends = {phase: part.backend for phase, part in parts.items()}
         (backend, path), *others = dict.fromkeys((p.backend, p.path) for p in parts.values())
         if others:
-            from vllm_fl.integration.phased_attention import by_phase, disagreement
+            from vllm_fl.integration.phased_attention import PhasedBackend, by_phase, disagreement
 
             problem = disagreement(backends[DECODE], backends[PREFILL])
+            problem = problem or "; ".join(wrapping_problems(PhasedBackend, self.architectures))
             if problem:
                 self.refuse(who, problem)
                 logger.warning("%s is not used: %s", who, problem)
@@ -167,8 +172,14 @@ class _Selection:
         Args:
             parts: phase -> the candidate that serves it first.
         """
-        from vllm_fl.integration.phased_attention import block_sizes_of, disagreement
+        from vllm_fl.integration.phased_attention import (
+            PhasedBackend,
+            block_sizes_of,
+            disagreement,
+        )
 
+        if wrapping_problems(PhasedBackend, self.architectures):
+            return None
         free = replace(get_policy(), per_op_order=(), strict=False)
         ranking = get_default_manager().rank(OPERATOR, free, ((), self.needs))
         found = {part.impl.impl_id: part.backend for part in parts.values()}

@@ -7,7 +7,7 @@ here, when a backend is selected, a layer is built, a step is described or a lay
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +17,12 @@ if TYPE_CHECKING:
         AttentionImpl,
         CommonAttentionMetadata,
     )
+
+WRAPPING = frozenset({"VoxtralRealtimeGeneration"})
+"""Models that make an attention class out of one of vLLM's, and take no other.
+
+Their encoder's is made by vLLM's ``create_whisper_attention_backend_with_block_pooling``.
+"""
 
 
 def refuse(who: str, asked: Mapping[str, bool]) -> None:
@@ -54,6 +60,17 @@ def context_parallel_problems(
         ),
     }
     return [problem for problem, is_one in problems.items() if is_one]
+
+
+def wrapping_problems(backend: type[AttentionBackend], architectures: Iterable[str]) -> list[str]:
+    """Return why the code of a model of these architectures does not take a backend's class."""
+    if any(cls.__module__.startswith("vllm.v1.attention.backends.") for cls in backend.__mro__):
+        return []
+    return [
+        f"{name} takes vLLM's own attention backends alone"
+        for name in architectures
+        if name in WRAPPING
+    ]
 
 
 def check_layer(

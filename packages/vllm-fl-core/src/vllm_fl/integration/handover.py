@@ -2,12 +2,12 @@
 
 The parent writes into vLLM's own configuration (``additional_config["vllm_fl"]``, which vLLM sends
 to every process and puts into its compile-cache key) the policy in force, what its environment
-says, and what implements each operator. Where the model is built, the latter is corrected: what
-cannot be loaded, or cannot take the model, is passed over, and vLLM makes the key when the model
-first runs. A child whose environment says something
-else has lost a variable: that is an error, not a different run. A policy set from Python in the
-parent, process-wide or by a context around ``LLM(...)``, is taken over by children alone: where the
-engine runs in the parent, its layers are built inside that context.
+says, which model it is, and what implements each operator. Where the model is built, the latter is
+corrected: what cannot be loaded, or cannot take the model, is passed over, and vLLM makes the key
+when the model first runs. A child whose environment says something else has lost a variable: that
+is an error, not a different run. A policy set from Python in the parent, process-wide or by a
+context around ``LLM(...)``, is taken over by children alone: where the engine runs in the parent,
+its layers are built inside that context.
 
 The tuner, and nobody else, gives ``additional_config={"vllm_fl": {"live_attention": True}}`` to its
 engine: attention can then be chosen anew while it lives, see ``live_attention``.
@@ -48,8 +48,10 @@ def publish(vllm_config: VllmConfig) -> None:
     if not isinstance(given, dict) or (given.keys() - {LIVE_ATTENTION} and "policy" not in given):
         raise ConfigError(f"additional_config[{KEY!r}] is reserved for vllm-fl; use another key.")
     if "policy" not in given:
+        model = vllm_config.model_config
         additional[KEY] = {
             **given,
+            "architectures": [] if model is None else list(model.architectures),
             "environment": _environment(),
             "policy": state.get_policy().to_dict(),
             "operators": operator_versions(),
@@ -65,6 +67,15 @@ def wants_live_attention(vllm_config: VllmConfig) -> bool:
     """Whether attention shall be such that it can be chosen anew while the engine lives."""
     additional: Any = vllm_config.additional_config
     return bool(additional.get(KEY, {}).get(LIVE_ATTENTION))
+
+
+def architectures(vllm_config: VllmConfig) -> list[str]:
+    """Return those of the whole model, also where vLLM builds a part by a configuration of its own.
+
+    Empty where nothing was published.
+    """
+    published = vllm_config.additional_config.get(KEY, {})
+    return list(published.get("architectures", ()))
 
 
 def _environment() -> dict[str, str]:

@@ -132,6 +132,7 @@ def test_the_file_is_a_configuration(study):
         order = made.get_per_op_order(op)
         assert order[0] == f"impl:{winner[op]}"
         assert "impl:vendor.acme.slow" in order
+        assert {"impl:vendor.acme.wrong", "impl:vendor.acme.deadly"}.isdisjoint(order)
 
 
 def ran(result):

@@ -126,6 +126,9 @@ def test_evidence_leaves_out_what_cannot_matter():
     assert found.space() == Space({"rms_norm": ("a", "b")})
     assert found.wide_space().choices["rms_norm"] == ("a", "b", "c")
     assert found.live == {"attention_backend": ("a", "b")}
+    found.operators["rms_norm"].exclude_failed("b", "it fails")
+    assert found.space() == Space({})
+    assert found.usable["rms_norm"] == ("a", "c")  # what is slow can serve
     assert Evidence.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
@@ -149,8 +152,8 @@ def test_predictions_weigh_calls_and_shares():
 
 def test_the_policy_of_a_configuration():
     space = Space({"rms_norm": ("a", "b"), "silu_and_mul": ("a", "b")})
-    available = {"rms_norm": ("a", "b", "c"), "silu_and_mul": ("a", "b")}
-    changed = orders(space, available, {"rms_norm": "b", "silu_and_mul": "a"})
+    usable = {"rms_norm": ("a", "b", "c"), "silu_and_mul": ("a", "b")}
+    changed = orders(space, usable, {"rms_norm": "b", "silu_and_mul": "a"})
     assert changed == {"rms_norm": ["impl:b", "impl:a", "impl:c"]}
     base = SelectionPolicy.from_dict(
         prefer="vendor", per_op_order={"moe_sum": ["flagos"], "rms_norm": ["vendor"]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import tempfile
 import time
@@ -519,6 +520,21 @@ def test_an_engine_for_kept_evidence_is_built_with_the_default(tmp_path):
         ({"silu_and_mul": "flagos"}, {"cudagraph_mode": "FULL_DECODE_ONLY", "mode": 0})
     ]
     assert tuner.arena.reference == outputs
+
+
+def test_what_failed_is_no_fall_back_in_the_file(process):
+    first = process({"flagos": 0.5, "slow": 0.9, "vendor": 0.1, "wrong": 0.1, "deadly": 0.1})
+    entry = first.arena.evidence().operators["silu_and_mul"]
+    entry.excluded["slow"] = "alone it takes 1.8 times as long as flagos or more"
+    entry.exclude_failed("deadly", "alone it failed: the engine's process ended")
+    first.arena.evidence = lambda: Evidence({"silu_and_mul": entry})
+    first.arena.wrong = ("wrong",)  # which its trial shows
+    first.workload, first.settings = workloads.load("smoke"), load(environ={})
+    first.study.set_user_attr("facts", {"facts": {}})
+    first._winner = functools.partial(Tuner._winner, first)
+    file = first.work()["file"]
+    order = ["impl:vendor", "impl:flagos", "impl:slow"]
+    assert file["op_backends"]["silu_and_mul"] == order
 
 
 def test_when_the_default_cannot_run_the_logs_are_kept_and_named(tmp_path):

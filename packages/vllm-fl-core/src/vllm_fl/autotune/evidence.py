@@ -28,6 +28,7 @@ class OperatorEvidence:
         calls: call as described -> [number, seconds], of the eager run.
         timings: call -> implementation -> seconds of one call, by sample.
         excluded: implementation -> why it is not tried.
+        failed: those of the excluded that fail or do not agree with the reference.
         live: of an operator that is asked when the model is built, the choices among which a
             running engine can change.
     """
@@ -37,12 +38,18 @@ class OperatorEvidence:
     calls: dict[str, list[float]] = field(default_factory=dict)
     timings: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     excluded: dict[str, str] = field(default_factory=dict)
+    failed: tuple[str, ...] = ()
     live: tuple[str, ...] = ()
 
     @property
     def default(self) -> str:
         """The implementation in force without tuning."""
         return self.available[0]
+
+    def exclude_failed(self, impl: str, why: str) -> None:
+        """Exclude a choice that is not even one to fall back to."""
+        self.excluded[impl] = why
+        self.failed = (*self.failed, impl)
 
     def top_calls(self, count: int) -> list[str]:
         """Return the calls that take the most time."""
@@ -77,16 +84,19 @@ class Evidence:
         """Read what :meth:`to_dict` wrote."""
         operators = {
             op: OperatorEvidence(
-                **{**entry, **{key: tuple(entry[key]) for key in ("available", "live")}}
+                **{**entry, **{key: tuple(entry[key]) for key in ("available", "failed", "live")}}
             )
             for op, entry in content["operators"].items()
         }
         return cls(operators, dict(content["left"]))
 
     @property
-    def available(self) -> dict[str, tuple[str, ...]]:
-        """Operator -> every implementation that can run, the default first."""
-        return {op: entry.available for op, entry in self.operators.items()}
+    def usable(self) -> dict[str, tuple[str, ...]]:
+        """Operator -> every implementation that may run, tried or not, the default first."""
+        return {
+            op: tuple(impl for impl in entry.available if impl not in entry.failed)
+            for op, entry in self.operators.items()
+        }
 
     @property
     def live(self) -> dict[str, tuple[str, ...]]:

@@ -137,7 +137,7 @@ class _Gathering:
                     if impl == entry.default or is_out_of_memory(failure):
                         self.tell(f"{op}: {impl} is not timed: {failure}")
                     else:
-                        entry.excluded[impl] = f"alone it failed: {failure}"
+                        entry.exclude_failed(impl, f"alone it failed: {failure}")
                     rest = impls[number:]
                     return {op: rest, **left} if rest else left
         self.arena.worker("fl_forget_recorded")
@@ -169,7 +169,7 @@ class _Gathering:
                 caller.called = called - always - caller.under.keys()
                 added = self._add(caller)
             except TrialFailed as failure:
-                evidence.operators[op].excluded[impl] = str(failure)
+                evidence.operators[op].exclude_failed(impl, str(failure))
                 continue
             waiting += self._choices(added, caller.under)
             callers.append(caller)
@@ -289,6 +289,6 @@ def policies(
     The default of what is asked once is named, too: it is what could serve, which need not be
     first in the settings' order.
     """
-    space, available = evidence.wide_space(), evidence.available
+    space, usable = evidence.wide_space(), evidence.usable
     named = {op: evidence.operators[op].default for op in evidence.live}
-    return lambda configuration: policy(base, orders(space, available, configuration, named))
+    return lambda configuration: policy(base, orders(space, usable, configuration, named))

@@ -183,17 +183,8 @@ class Search:
         return outcome.value
 
     def _is_worth_it(self, configuration: Configuration) -> bool:
-        failed = {choice for change in self._failed_alone() for choice in change}
+        failed = failed_alone(self.study, self.space)
         return self.fits(configuration) and failed.isdisjoint(configuration.items())
-
-    def _failed_alone(self) -> list[list[tuple[str, str]]]:
-        failed = self.study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
-        changes = [
-            list(self.space.changes(t.params).items())
-            for t in failed
-            if t.params and "failure" in t.user_attrs
-        ]
-        return [change for change in changes if len(change) == 1]
 
     def _untried(self) -> Iterator[dict[str, str]]:
         """Yield what has not been tried, the nearest to the best so far first.
@@ -230,6 +221,17 @@ def tried(study: optuna.Study) -> list[FrozenTrial]:
     over = (TrialState.COMPLETE, TrialState.FAIL)
     trials = study.get_trials(deepcopy=False, states=over)
     return [t for t in trials if t.state == TrialState.COMPLETE or "failure" in t.user_attrs]
+
+
+def failed_alone(study: optuna.Study, space: Space) -> set[tuple[str, str]]:
+    """Return (operator, choice) of the choices whose trial, all others at default, failed."""
+    failed = study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+    changes = [
+        list(space.changes(t.params).items())
+        for t in failed
+        if t.params and "failure" in t.user_attrs
+    ]
+    return {change[0] for change in changes if len(change) == 1}
 
 
 def _running(study: optuna.Study) -> list[FrozenTrial]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -80,7 +80,7 @@ def needs_restart(
 
 def orders(
     space: Space,
-    available: Mapping[str, tuple[str, ...]],
+    usable: Mapping[str, Sequence[str]],
     configuration: Configuration,
     named: Configuration | None = None,
 ) -> dict[str, list[str]]:
@@ -90,13 +90,13 @@ def orders(
 
     Args:
         space: the space.
-        available: operator -> every implementation that can run, in the default order.
+        usable: operator -> every implementation that may run, in the default order.
         configuration: what is chosen.
         named: choices that are named also where nothing changes.
     """
     changed = {}
     for op, choice in {**(named or {}), **space.changes(configuration)}.items():
-        single = [other for other in available[op] if "" in split_choice(op, other)]
+        single = [other for other in usable[op] if "" in split_choice(op, other)]
         for phase, impl in split_choice(op, choice).items():
             changed[phase_name(op, phase)] = [
                 f"impl:{impl}", *(f"impl:{other}" for other in single if other != impl)

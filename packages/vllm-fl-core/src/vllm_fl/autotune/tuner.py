@@ -33,7 +33,7 @@ from vllm_fl.autotune.measuring import (
 )
 from vllm_fl.autotune.objective import Objective
 from vllm_fl.autotune.options import Options, Progress
-from vllm_fl.autotune.search import Search, best, make_sampler, ranked, tried
+from vllm_fl.autotune.search import Search, best, failed_alone, make_sampler, ranked, tried
 from vllm_fl.autotune.space import Configuration, Space, needs_restart, orders
 from vllm_fl.autotune.studies import claim, open_storage, open_study, study_name
 from vllm_fl.autotune.summary import summary
@@ -441,7 +441,12 @@ class Tuner:
             "measured_in": last["verification"]["text"],
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         }
-        changed = orders(space, evidence.available, configuration)
+        failed = failed_alone(study, space)
+        usable = {
+            op: [impl for impl in impls if (op, impl) not in failed]
+            for op, impls in evidence.usable.items()
+        }
+        changed = orders(space, usable, configuration)
         return {
             "winner": dict(configuration),
             "name": space.name(configuration),

@@ -12,7 +12,7 @@ import time
 import pytest
 from modelled import PLANTED, THROUGHPUT, ModelledArena, search
 
-from vllm_fl.autotune import report
+from vllm_fl.autotune import implementations, report
 from vllm_fl.autotune import workload as workloads
 from vllm_fl.autotune.agreement import Continuation
 from vllm_fl.autotune.arena import Costs
@@ -24,6 +24,7 @@ from vllm_fl.autotune.space import needs_restart
 from vllm_fl.autotune.studies import claim, open_storage, open_study
 from vllm_fl.autotune.supervisor import TrialFailed
 from vllm_fl.autotune.tuner import SEARCH_SHARE, Tuner
+from vllm_fl.dispatch import discovery
 from vllm_fl.dispatch.config import load
 from vllm_fl.dispatch.errors import ConfigError
 from vllm_fl.dispatch.tuned import installed_versions
@@ -125,20 +126,67 @@ def test_a_study_is_one_of_everything_that_its_evidence_and_trials_depend_on(tmp
     assert (name_of_study(tmp_path, **more) == name_of_study(tmp_path)) is same
 
 
-def test_a_study_that_is_decided_belongs_to_its_versions_too(tmp_path):
+def test_a_study_that_is_decided_belongs_to_its_versions_and_implementations(tmp_path):
+    versions, found = installed_versions(), implementations.registered()
     tuner = Tuner(Options("m", workload="smoke", storage=f"sqlite:///{tmp_path / 'study.db'}"))
     with open_storage(tuner.options.storage) as tuner._storage:
         study = tuner._open()
         study.set_user_attr("evidence", {"operators": {}, "left": {}})
         study.set_user_attr("result", {"winner": None, "trials": 0, "confirmations": []})
-        study.set_user_attr("facts", {"facts": {"versions": installed_versions()}})
+        study.set_user_attr("facts", {"facts": {"versions": versions}, "implementations": found})
     tuner.options = dataclasses.replace(tuner.options, resume=True)
     assert tuner.tune()["result"]["winner"] is None
-    with open_storage(tuner.options.storage) as tuner._storage:
-        versions = {**installed_versions(), "vllm-fl-core": "0.0.9"}
-        tuner._open().set_user_attr("facts", {"facts": {"versions": versions}})
-    with pytest.raises(ConfigError, match=r"made with versions .*0\.0\.9.*another --storage"):
-        tuner.tune()
+    old = {**versions, "vllm-fl-core": "0.0.9"}
+    more = {**found, "moe_sum": {**found.get("moe_sum", {}), "vendor.acme": "acme_plugin"}}
+    for number, (facts, says) in enumerate([
+        ({"facts": {"versions": old}, "implementations": found},
+         r"made with versions .*0\.0\.9.*another --storage"),
+        ({"facts": {"versions": versions}, "implementations": more},
+         r"absent here: vendor\.acme of acme_plugin \(moe_sum\)\. .*another --storage"),
+    ]):  # fmt: skip
+        storage = f"sqlite:///{tmp_path / f'{number}.db'}"
+        tuner.options = dataclasses.replace(tuner.options, storage=storage)
+        with open_storage(storage) as tuner._storage:
+            tuner._open().set_user_attr("facts", facts)
+        with pytest.raises(ConfigError, match=says):
+            tuner.tune()
+
+
+def test_other_implementations_than_a_study_s_are_named_by_wheel_or_module():
+    made = {
+        "silu_and_mul": {"reference.torch": "vllm-fl-reference", "vendor.acme.fast": "planted"},
+        "rms_norm": {"reference.torch": "vllm-fl-reference", "vendor.acme.fast": "planted"},
+    }
+    implementations.check_same(made, {op: dict(by_id) for op, by_id in made.items()})
+    here = {
+        "silu_and_mul": {"reference.torch": "vllm-fl-reference", "vendor.acme.fast": "other"},
+        "rms_norm": {"reference.torch": "vllm-fl-reference"},
+    }
+    with pytest.raises(ConfigError) as error:
+        implementations.check_same(made, here)
+    assert str(error.value) == (
+        "The study was made with other implementations; absent here: vendor.acme.fast of planted "
+        "(rms_norm, silu_and_mul); new here: vendor.acme.fast of other (silu_and_mul). Install the "
+        "same wheels, set VLLM_FL_PLUGIN_MODULES as it was, or give another --storage."
+    )
+    with pytest.raises(ConfigError, match=r"implementations; new here: .* \(rms_norm\)\. Install"):
+        implementations.check_same(here | {"silu_and_mul": made["silu_and_mul"]}, made)
+
+
+def test_what_a_module_named_by_hand_registers_is_known_by_it(tmp_path, monkeypatch):
+    (tmp_path / "acme_by_hand.py").write_text(
+        "from vllm_fl.dispatch import BackendImplKind, OpImpl\n"
+        "def register_builtins(registry):\n"
+        "    registry.register_impl(OpImpl('moe_sum', 'vendor.acme', BackendImplKind.VENDOR,"
+        " print, vendor='acme'))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("VLLM_FL_PLUGIN_MODULES", "acme_by_hand")
+    discovery.clear_discovered_plugins()
+    try:
+        assert implementations.registered()["moe_sum"]["vendor.acme"] == "acme_by_hand"
+    finally:
+        discovery.clear_discovered_plugins()
 
 
 def decide(tuner, trials, **more):
@@ -494,7 +542,7 @@ def test_an_engine_for_kept_evidence_is_built_with_the_default(tmp_path):
     here = {"device": "d", "shape": [1], "versions": {"torch": "2"}}
     facts = {
         "facts": here, "graphs": True, "dtype": "bfloat16", "vocabulary": 100,
-        "policy": {"prefer": "flagos"},
+        "policy": {"prefer": "flagos"}, "implementations": implementations.registered(),
     }  # fmt: skip
     operator = OperatorEvidence(available=("flagos", "reference"), share=1.0, calls={}, live=())
     started = []

@@ -47,6 +47,7 @@ def start(
     from vllm import LLM
     from vllm.platforms import current_platform
 
+    from vllm_fl.autotune.implementations import registered
     from vllm_fl.dispatch import SelectionPolicy, set_global_policy
     from vllm_fl.integration import handover
     from vllm_fl.integration.tuned import facts
@@ -69,6 +70,7 @@ def start(
     return llm, {
         "seconds": seconds,
         "facts": facts(config),
+        "implementations": registered(),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "vocabulary": config.model_config.get_vocab_size(),
         "compilation_mode": str(config.compilation_config.mode),

@@ -16,6 +16,7 @@ from typing import Any
 import optuna
 from optuna.trial import FrozenTrial
 
+from vllm_fl.autotune import implementations
 from vllm_fl.autotune import result as results
 from vllm_fl.autotune import workload as workloads
 from vllm_fl.autotune.agreement import MEAN_TOLERANCE, Continuation
@@ -103,7 +104,8 @@ class Tuner:
         Ctrl-C and the end of the time end the work; the study keeps what is done.
 
         Raises:
-            ConfigError: the study exists and is not to be resumed, or belongs to other versions.
+            ConfigError: the study exists and is not to be resumed, or belongs to other versions or
+                implementations.
             TrialFailed: the default itself cannot run; the text says where its log is.
         """
         interrupted, undecided = False, ""
@@ -144,6 +146,7 @@ class Tuner:
         facts = study.user_attrs.get("facts")
         if facts is not None:  # what is decided needs no engine, which would know the rest
             _check_same(facts["facts"], {"versions": installed_versions()})
+            implementations.check_same(facts["implementations"], implementations.registered())
         return study
 
     def _work(self, study: optuna.Study) -> None:
@@ -247,12 +250,14 @@ class Tuner:
         The reference may be plain PyTorch, of which no graphs can be captured.
 
         Raises:
-            ConfigError: the study was made on another device or with other versions.
+            ConfigError: the study was made on another device, or with other versions or
+                implementations.
         """
         here = self.arena.start(default)
         _check_same(
             facts["facts"], {key: here["facts"][key] for key in ("device", "shape", "versions")}
         )
+        implementations.check_same(facts["implementations"], here["implementations"])
         self._prepare(here)
 
     def _search_arguments(self, graphs: bool) -> dict[str, Any]:

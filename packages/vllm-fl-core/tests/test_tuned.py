@@ -73,6 +73,31 @@ def test_other_versions_are_refused_with_the_reason(folder):
     assert choose(folder) == tuned.Choice(None, refused=(why,))
 
 
+def test_a_choice_that_is_absent_refuses_the_file(folder):
+    orders = {"rms_norm": ["impl:vendor.acme.fast", "reference"], "moe_sum": ["vendor:acme"],
+              "attention_backend": {"decode": ["impl:vendor.acme"]}}  # fmt: skip
+    path = folder("tuned", {}, op_backends=orders)
+    asked = []
+
+    def is_here(op_name, impl_id):
+        asked.append((op_name, impl_id))
+        return impl_id != "vendor.acme.fast"
+
+    def is_complete(path):
+        values = config_file.parse_file(path.read_text(), "")
+        return tuned.names_what_is_here(values["op_backends"].value, is_here)
+
+    found = tuned.choose(config_file.read_blocks(folder.path), HERE, is_complete)
+    assert found.path is None
+    assert found.refused == (
+        f"{path} is not used: it chooses implementations that are absent here: "
+        "rms_norm: vendor.acme.fast",
+    )
+    assert sorted(asked) == [
+        ("attention_backend", "vendor.acme"), ("rms_norm", "vendor.acme.fast")
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("block", "message"),
     [

@@ -6,7 +6,7 @@ measured on. It is for one device and one shape of model, and for the versions i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -114,6 +114,26 @@ def decide(block: Mapping[str, Any], facts: Facts) -> Decision:
     return YES
 
 
+def names_what_is_here(
+    orders: Mapping[str, Sequence[str]], is_here: Callable[[str, str], bool]
+) -> Decision:
+    """Whether the implementations that orders name first are registered here.
+
+    Args:
+        orders: operator (and phase) -> order tokens.
+        is_here: says so of an operator and an implementation id.
+    """
+    absent = [
+        f"{name}: {order[0].removeprefix('impl:')}"
+        for name, order in orders.items()
+        if order[0].startswith("impl:")
+        and not is_here(name.partition(".")[0], order[0].removeprefix("impl:"))
+    ]
+    if absent:
+        return Decision.no(f"it chooses implementations that are absent here: {', '.join(absent)}")
+    return YES
+
+
 def _differences(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Say for each key whose value is another one what it was and is; device and model first."""
     pairs = {
@@ -129,7 +149,8 @@ class Choice:
 
     Attributes:
         path: the file that is used; None for none.
-        refused: why files for this device and shape are not: measured with other versions.
+        refused: why files for this device and shape are not: measured with other versions, or
+            with implementations that are not here.
         others: why files for this architecture are not: for another device or shape, or older.
     """
 
@@ -138,12 +159,23 @@ class Choice:
     others: tuple[str, ...] = ()
 
 
-def choose(blocks: Iterable[tuple[Path, Mapping[str, Any]]], facts: Facts) -> Choice:
-    """Choose among files with their blocks; of several that are right the latest counts."""
+def choose(
+    blocks: Iterable[tuple[Path, Mapping[str, Any]]],
+    facts: Facts,
+    is_complete: Callable[[Path], Decision] = lambda path: YES,
+) -> Choice:
+    """Choose among files with their blocks; of several that are right the latest counts.
+
+    Args:
+        blocks: the files.
+        facts: what there is here.
+        is_complete: whether what a file chooses is here; asked where all else is right.
+    """
     accepted: list[tuple[str, Path]] = []
     refused, others = [], []
     for path, block in blocks:
-        here, now = is_for(block, facts), decide(block, facts)
+        here = is_for(block, facts)
+        now = here and decide(block, facts) and is_complete(path)
         if here and now:
             accepted.append((block["date"], path))
         elif here:

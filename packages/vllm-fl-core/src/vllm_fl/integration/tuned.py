@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm_fl.dispatch import config_file, env, state, tuned
+from vllm_fl.dispatch.default import get_default_manager
 from vllm_fl.dispatch.errors import ConfigError, VllmFLError
 from vllm_fl.dispatch.logging import get_logger
+from vllm_fl.dispatch.types import Decision
 from vllm_fl.integration import plugin, startup
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ def look_up(vllm_config: VllmConfig) -> None:
     if state.get_policy() != state.current_config().policy():
         logger.info("%s is not searched: a policy was set from Python.", env.TUNED_DIR.name)
         return
-    choice = tuned.choose(config_file.read_blocks(folder), _facts(vllm_config))
+    choice = tuned.choose(config_file.read_blocks(folder), _facts(vllm_config), _is_complete)
     _found = choice.path
     for reason in choice.refused:
         logger.warning("%s.", reason)
@@ -94,12 +96,22 @@ def look_up(vllm_config: VllmConfig) -> None:
     plugin.install_layers()  # where the model is built in this process; others read the file first
 
 
-def _warn(named: object, block: dict[str, Any], here: tuned.Facts) -> None:
+def _is_complete(path: Path) -> Decision:
+    manager = get_default_manager()
+    manager.ensure_initialized()
+    orders = config_file.parse_file(config_file.read(path), str(path)).get("op_backends")
+    return tuned.names_what_is_here(
+        orders.value if orders is not None else {},
+        lambda op_name, impl_id: manager.registry.get_implementation(op_name, impl_id) is not None,
+    )
+
+
+def _warn(named: Path, block: dict[str, Any], here: tuned.Facts) -> None:
     fits = tuned.is_for(block, here)
     if not fits:
         logger.warning("%s was tuned for another device or shape of model: %s.", named, fits.reason)
         return
-    decision = tuned.decide(block, here)
+    decision = tuned.decide(block, here) and _is_complete(named)
     if not decision:
         logger.warning("%s: %s.", named, decision.reason)
 

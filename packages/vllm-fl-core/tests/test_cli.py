@@ -273,14 +273,3 @@ def test_a_list_of_layers_is_checked(command, name, capsys, monkeypatch):
     assert main(command) == 1
     assert f"{name}: " in (text := capsys.readouterr().err)
     assert "Did you mean 'rms_norm'" in text
-
-
-@pytest.mark.parametrize("command", ["profile m --html", "autotune --model m --report",
-                                     "autotune --model m --out"])  # fmt: skip
-def test_a_file_that_cannot_be_written_is_told_before_the_work(command, tmp_path, capsys):
-    if not all(map(find_spec, ("torch", "vllm", "optuna", "tqdm", "jinja2"))):
-        pytest.skip("the commands need these packages first")
-    assert main([*command.split(), str(tmp_path)]) == 1
-    option = command.split()[-1]
-    error = capsys.readouterr().err
-    assert error == f"vllm-fl: {option} {tmp_path} is a folder; name a file.\n"

@@ -220,9 +220,9 @@ def test_other_commands_take_no_arguments_of_vllm(capsys):
 @pytest.mark.skipif(
     not (find_spec("torch") and find_spec("vllm")), reason="the command asks for them first"
 )
-def test_a_page_in_no_folder_is_refused_before_vllm_starts(capsys, tmp_path):
-    assert main(["profile", "model", "--html", str(tmp_path / "none" / "page.html")]) == 1
-    assert "there is no folder" in capsys.readouterr().err
+def test_a_page_that_is_a_folder_is_refused_before_vllm_starts(capsys, tmp_path):
+    assert main(["profile", "model", "--html", str(tmp_path)]) == 1
+    assert "is a folder. Name a file." in capsys.readouterr().err
 
 
 def test_the_data_is_json():

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.outputs import check_output
+from vllm_fl.cli.outputs import check_outputs
 from vllm_fl.dispatch.errors import ConfigError
 
 DESCRIPTION = "Find the implementations of operators that make a whole model fastest."
@@ -107,9 +107,6 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
         ) from error
     from vllm_fl.autotune import result
 
-    path = arguments.report or arguments.out.with_suffix(".html")
-    check_output("--out", arguments.out)
-    check_output("--report", path)
     options = Options(
         model=arguments.model,
         workload=arguments.workload,
@@ -125,9 +122,10 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
         verify_starts=arguments.verify_starts,
         seed=arguments.seed,
     )
+    path = _report_path(arguments)
+    check_outputs({"--out": arguments.out, "--report": path}, _used(arguments))
     with tqdm(total=arguments.trials, unit="trial", file=sys.stderr, dynamic_ncols=True) as bar:
         found = tune(options, tell=_teller(bar), progress=_shower(bar))
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(report.html(found), encoding="utf-8")
     lines = [report.text(found), f"Report: {path}"]
     outcome = found["result"]
@@ -140,6 +138,24 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
     if arguments.json:
         return json.dumps(found, indent=2), 130 if found["interrupted"] else 0
     return "\n".join(lines), 130 if found["interrupted"] else 0
+
+
+def _report_path(arguments: argparse.Namespace) -> Path:
+    if arguments.report is not None:
+        return Path(arguments.report)
+    out: Path = arguments.out
+    return out.with_suffix(".html") if out.name else out  # "." has no suffix, and is refused
+
+
+def _used(arguments: argparse.Namespace) -> dict[str, Path]:
+    """Return the files that tuning needs."""
+    used = {}
+    if Path(arguments.workload).is_file():
+        used["--workload"] = Path(arguments.workload)
+    database = re.match(r"sqlite[^:]*:///([^?]+)", arguments.storage)
+    if database is not None:
+        used["--storage"] = Path(database[1])
+    return used
 
 
 def _teller(bar: Any) -> Callable[[str], None]:

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from vllm_fl.cli.outputs import check_output
+from vllm_fl.cli.outputs import check_outputs
 from vllm_fl.cli.tables import table
 from vllm_fl.dispatch.discovery import get_discovered_plugins
 from vllm_fl.dispatch.errors import ConfigError
@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
     """Profile; progress and vLLM's own output go to standard error.
 
     Raises:
-        ConfigError: vLLM or torch is missing, vLLM refuses the model or an argument, or the
-            workload cannot be had.
+        ConfigError: vLLM or torch is missing, vLLM refuses the model or an argument, the workload
+            cannot be had, or the page cannot be written.
     """
     for needed in ("torch", "vllm"):
         if find_spec(needed) is None:
@@ -51,10 +51,8 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
     from vllm_fl.profiling.report import summarise, unit
 
     work = workload.Workload(arguments.batch, arguments.prompt_tokens, arguments.output_tokens)
-    if arguments.html and not arguments.html.parent.is_dir():
-        raise ConfigError(f"--html {arguments.html}: there is no folder {arguments.html.parent}.")
     if arguments.html:
-        check_output("--html", arguments.html)
+        check_outputs({"--html": arguments.html}, {})
     with _stdout_to_stderr():
         profile = workload.run(arguments.model, arguments.engine_arguments, work, _say)
     data = {

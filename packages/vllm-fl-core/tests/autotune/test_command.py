@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+from datetime import datetime
+
 import pytest
 
 from vllm_fl import autotune
@@ -73,3 +77,21 @@ def test_folders_of_what_is_written_are_made(folder, finds, capsys):
     assert run("--out", "new/er/t.yaml") == 0
     assert "The default stays" in (folder / "new/er/t.html").read_text()
     assert [path.name for path in (folder / "new/er").iterdir()] == ["t.html"]
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_file_that_was_not_confirmed_is_named_with_its_date(folder, finds, capsys, interrupted):
+    out = folder / "tuned.yaml"
+    says = "Still there: tuned.yaml, written 2026-03-04 05:06. This run did not confirm it; "
+    finds({**FOUND, "interrupted": interrupted})
+    assert run() == (130 if interrupted else 0)
+    assert "Still there" not in capsys.readouterr().out
+    out.write_text("strict: true")
+    written = datetime(2026, 3, 4, 5, 6).timestamp()
+    os.utime(out, (written, written))
+    run()
+    assert says in capsys.readouterr().out
+    run("--json")
+    assert says in (printed := capsys.readouterr()).err
+    assert json.loads(printed.out)["interrupted"] is interrupted
+    assert out.read_text() == "strict: true"

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,10 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
         if report.is_worse_than_platform(found):
             use = "the platform's own defaults are faster"
         lines.append(f"Written: {arguments.out} ({use})")
+    elif arguments.out.exists():
+        lines.append(_kept_file(arguments.out))
+        if arguments.json:
+            print(f"vllm-fl autotune: {lines[-1]}", file=sys.stderr)
     if arguments.json:
         return json.dumps(found, indent=2), 130 if found["interrupted"] else 0
     return "\n".join(lines), 130 if found["interrupted"] else 0
@@ -145,6 +150,15 @@ def _report_path(arguments: argparse.Namespace) -> Path:
         return Path(arguments.report)
     out: Path = arguments.out
     return out.with_suffix(".html") if out.name else out  # "." has no suffix, and is refused
+
+
+def _kept_file(path: Path) -> str:
+    """Say of an earlier tuning's file that it is there: VLLM_FL_TUNED_DIR would go on using it."""
+    written = datetime.fromtimestamp(path.stat().st_mtime)
+    return (
+        f"Still there: {path}, written {written:%Y-%m-%d %H:%M}. This run did not confirm it; "
+        "VLLM_FL_CONFIG or VLLM_FL_TUNED_DIR goes on using it until it is removed."
+    )
 
 
 def _used(arguments: argparse.Namespace) -> dict[str, Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import tempfile
 import time
@@ -416,6 +417,25 @@ def test_as_many_engines_verify_as_there_is_to_compare(
 
 def interrupt(*_):
     raise KeyboardInterrupt
+
+
+def test_an_interrupted_trial_prints_nothing(tmp_path, monkeypatch):
+    class Interrupted(ModelledTuner):
+        def _work(self, study):
+            study.optimize(interrupt, n_trials=1)
+
+    monkeypatch.setattr("vllm_fl.autotune.tuner.summary", lambda *found: found[2])
+    tuner = Interrupted(Options("m", storage=f"sqlite:///{tmp_path / 'study.db'}"))
+    tuner.arguments, tuner.settings = {"model": "m"}, load(environ={})
+    tuner.workload, tuner._folder = workloads.load("smoke"), tmp_path / "logs"
+    tuner._folder.mkdir()
+    tuner.arena.stop = lambda: None
+    records = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    monkeypatch.setattr(logging.getLogger("optuna"), "handlers", [handler])
+    assert tuner.tune() is True
+    assert records == []
 
 
 def test_what_its_verification_refuted_is_not_verified_again(process, monkeypatch):

@@ -101,7 +101,7 @@ class Tuner:
     def tune(self) -> dict[str, Any]:
         """Work until the study is decided, and return everything that is known about it.
 
-        Ctrl-C and the end of the time end the work; the study keeps what is done.
+        KeyboardInterrupt and the end of the time end the work; the study keeps what is done.
 
         Raises:
             ConfigError: the study exists and is not to be resumed, or belongs to other versions or
@@ -130,7 +130,8 @@ class Tuner:
             return summary(study, self.options.storage, interrupted, undecided)
 
     def _open(self) -> optuna.Study:
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        # Why a trial failed is kept with it; Optuna would print a traceback, after Ctrl-C, too.
+        optuna.logging.set_verbosity(optuna.logging.ERROR)
         content = {
             "model": self.options.model,
             "workload": self.workload.to_dict(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from datetime import datetime
 
 import pytest
@@ -95,3 +96,26 @@ def test_a_file_that_was_not_confirmed_is_named_with_its_date(folder, finds, cap
     assert says in (printed := capsys.readouterr()).err
     assert json.loads(printed.out)["interrupted"] is interrupted
     assert out.read_text() == "strict: true"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_work_and_the_report_is_written(folder, finds, number):
+    def tune():
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            if number == signal.SIGTERM:
+                signal.raise_signal(number)  # as timeout does
+            return {**FOUND, "interrupted": True}
+
+    before = signal.getsignal(signal.SIGTERM)
+    finds(tune)
+    assert run() == 128 + number
+    assert "Not decided yet: continue with --resume" in (folder / "tuned.html").read_text()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_ctrl_c_before_there_is_a_study_is_a_line(folder, finds, capsys):
+    finds(lambda: signal.raise_signal(signal.SIGINT))
+    assert run() == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "vllm-fl: interrupted"

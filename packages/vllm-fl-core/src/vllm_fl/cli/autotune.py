@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import re
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -90,7 +92,7 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
     """Tune, and write the configuration file and the report; progress goes to standard error.
 
     Returns:
-        What to print, and the exit status: 0, or 130 after Ctrl-C.
+        What to print, and the exit status: 0, 130 after Ctrl-C, 143 after SIGTERM.
 
     Raises:
         ConfigError: an option is not allowed, or a package is missing.
@@ -125,7 +127,10 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
     )
     path = _report_path(arguments)
     check_outputs({"--out": arguments.out, "--report": path}, _used(arguments))
-    with tqdm(total=arguments.trials, unit="trial", file=sys.stderr, dynamic_ncols=True) as bar:
+    with (
+        _ended_by_sigterm() as signals,
+        tqdm(total=arguments.trials, unit="trial", file=sys.stderr, dynamic_ncols=True) as bar,
+    ):
         found = tune(options, tell=_teller(bar), progress=_shower(bar))
     path.write_text(report.html(found), encoding="utf-8")
     lines = [report.text(found), f"Report: {path}"]
@@ -140,9 +145,30 @@ def run(arguments: argparse.Namespace) -> tuple[str, int]:
         lines.append(_kept_file(arguments.out))
         if arguments.json:
             print(f"vllm-fl autotune: {lines[-1]}", file=sys.stderr)
-    if arguments.json:
-        return json.dumps(found, indent=2), 130 if found["interrupted"] else 0
-    return "\n".join(lines), 130 if found["interrupted"] else 0
+    status = 0
+    if found["interrupted"]:
+        status = 128 + (signals[0] if signals else signal.SIGINT)
+    return json.dumps(found, indent=2) if arguments.json else "\n".join(lines), status
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[list[int]]:
+    """Let SIGTERM end the work as Ctrl-C does; yield a list that holds it once it has come.
+
+    Only the first one counts: `timeout` sends two.
+    """
+    came: list[int] = []
+
+    def end(number: int, frame: object) -> None:
+        if not came:
+            came.append(number)
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _report_path(arguments: argparse.Namespace) -> Path:

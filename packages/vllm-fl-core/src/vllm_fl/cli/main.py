@@ -28,7 +28,10 @@ from vllm_fl.integration import custom_ops
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status (0 fine, 1 no or refused, 2 wrong usage)."""
+    """Run the command line; return the exit status.
+
+    0 fine, 1 no or refused, 2 wrong usage, 130 after Ctrl-C.
+    """
     parser = make_parser()
     arguments, others = parser.parse_known_args(argv)
     if others and arguments.run is not profile.run:
@@ -40,6 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(text, flush=True)
     except BrokenPipeError:  # the reader has seen enough, as in `vllm-fl doctor | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        print("vllm-fl: interrupted", file=sys.stderr)
+        return 130
     except (VllmFLError, OSError) as error:
         print(f"vllm-fl: {error}", file=sys.stderr)
         return 1

@@ -190,6 +190,63 @@ def test_what_a_module_named_by_hand_registers_is_known_by_it(tmp_path, monkeypa
         discovery.clear_discovered_plugins()
 
 
+def opened(folder, resume, told=None):
+    tuner = Tuner(
+        Options("m", storage=f"sqlite:///{folder / 'study.db'}", resume=resume),
+        tell=(told if told is not None else []).append,
+    )
+    with open_storage(tuner.options.storage) as tuner._storage:
+        return tuner, tuner._open()
+
+
+def test_a_study_that_holds_nothing_is_begun_again(tmp_path):
+    tuner, study = opened(tmp_path, resume=False)
+    tuner._note_costs(study, Costs(starts=[1.0]))
+    _, again = opened(tmp_path, resume=False)
+    assert again.study_name == study.study_name
+    again.set_user_attr("evidence", {"operators": {}, "left": {}})
+    with pytest.raises(ConfigError, match="holds this study already"):
+        opened(tmp_path, resume=False)
+
+
+def test_to_resume_what_there_is_not_begins_and_says_so(tmp_path):
+    told = []
+    _, study = opened(tmp_path, True, told)
+    assert told == ["--resume: the storage holds no such study; a new one begins"]
+    _, again = opened(tmp_path, True, told)
+    assert again.study_name == study.study_name
+    assert len(told) == 1
+
+
+VLLM_REFUSES = (
+    "ValidationError: 1 validation error for ModelConfig\n  Value error, User-specified "
+    "max_model_len (1231) is greater than the derived max_model_len "
+    "(max_position_embeddings={}.0 or model_max_length=None in model's config.json). To allow"
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "takes", "says"),
+    [
+        ({}, 1024, "chat needs 1231 tokens, the model takes 1024: use another --workload (decode, "
+                   "single, smoke, a file)."),
+        ({"workload": "smoke"}, 64, "The checking set needs 109 tokens, the model takes 64."),
+        ({"engine": {"max_model_len": 2000}}, 1024,
+         "--engine: max_model_len is 2000, the model takes 1024 tokens."),
+    ],
+)  # fmt: skip
+def test_a_model_that_takes_fewer_tokens_is_said_in_a_line(given, takes, says):
+    tuner = Tuner(Options("m", **given))
+
+    def start():
+        raise TrialFailed(VLLM_REFUSES.format(takes))
+
+    tuner.arena.start = start
+    with pytest.raises(ConfigError) as error:
+        tuner._gather(None)
+    assert str(error.value) == says
+
+
 def decide(tuner, trials, **more):
     found = search(tuner.arena, trials, **more)
     return tuner._decide(found.study, found.space), found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import shutil
 import tempfile
 import time
@@ -54,6 +55,8 @@ CONFIRMED = 3
 """So many of the best configurations are confirmed, until one wins."""
 SEARCH_SHARE = 0.7
 """The part of the time budget that evidence and search may take."""
+_MODEL_TAKES = re.compile(r"greater than the derived max_model_len \(\w+=(\d+)")
+"""How vLLM refuses a length; it looks before it builds anything."""
 
 
 @dataclass
@@ -143,7 +146,13 @@ class Tuner:
             "settings": {key: repr(value.value) for key, value in self.settings.values.items()},
         }
         sampler = make_sampler(self.options.seed)
-        study = open_study(study_name(content), self._storage, sampler, self.options.resume)
+        name, resume = study_name(content), self.options.resume
+        if name not in optuna.get_all_study_names(self._storage):
+            if resume:
+                self.tell("--resume: the storage holds no such study; a new one begins")
+        elif not resume:  # what failed before it found anything is begun again
+            resume = _holds_nothing(optuna.load_study(study_name=name, storage=self._storage))
+        study = open_study(name, self._storage, sampler, resume)
         facts = study.user_attrs.get("facts")
         if facts is not None:  # what is decided needs no engine, which would know the rest
             _check_same(facts["facts"], {"versions": installed_versions()})
@@ -223,7 +232,13 @@ class Tuner:
 
     def _gather(self, study: optuna.Study) -> None:
         self.arena.arguments = {**self.arguments, "enforce_eager": True}
-        facts = self.arena.start()
+        try:
+            facts = self.arena.start()
+        except TrialFailed as failure:
+            takes = _MODEL_TAKES.search(str(failure))
+            if takes is None:
+                raise
+            raise ConfigError(self._too_long(int(takes[1]))) from failure
         self._prepare(facts)
         self.tell("recording the operators that the workload calls")
         options = self.options
@@ -237,6 +252,21 @@ class Tuner:
         assert self.arena.reference is not None
         study.set_user_attr("reference_outputs", [vars(c) for c in self.arena.reference])
         study.set_user_attr("evidence", evidence.to_dict())
+
+    def _too_long(self, takes: int) -> str:
+        """Say that vLLM refuses the model for more tokens than it takes."""
+        needs = self.arguments["max_model_len"]
+        if "max_model_len" in self.options.engine:
+            return f"--engine: max_model_len is {needs}, the model takes {takes} tokens."
+        if self.workload.longest < needs - 1:
+            return f"The checking set needs {needs} tokens, the model takes {takes}."
+        fit = [
+            name for name, shape in workloads.PRESETS.items() if shape.draw(name).longest < takes
+        ]
+        return (
+            f"{self.workload.name} needs {needs} tokens, the model takes {takes}: use another "
+            f"--workload ({', '.join((*fit, 'a file'))})."
+        )
 
     def _prepare(self, facts: Mapping[str, Any]) -> None:
         self.arena.requests = self.workload.as_commands(facts["vocabulary"])
@@ -511,6 +541,10 @@ class Tuner:
             for key, values in dataclasses.asdict(costs).items()
         }
         study.set_user_attr("costs", merged)
+
+
+def _holds_nothing(study: optuna.Study) -> bool:
+    return "evidence" not in study.user_attrs and not study.get_trials(deepcopy=False)
 
 
 def _check_same(made: Mapping[str, Any], here: Mapping[str, Any]) -> None:

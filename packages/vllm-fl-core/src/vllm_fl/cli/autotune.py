@@ -200,7 +200,7 @@ def _used(arguments: argparse.Namespace) -> dict[str, Path]:
 
 def _teller(bar: Any) -> Callable[[str], None]:
     def tell(text: str) -> None:
-        if text.startswith("confirming"):  # what takes long stays to be read
+        if text.startswith(("confirming", "--resume")):  # what takes long, or was not expected
             bar.write(text, file=sys.stderr)
         bar.set_description(text[:60])
 

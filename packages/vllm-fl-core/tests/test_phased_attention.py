@@ -681,12 +681,25 @@ def test_what_refuses_the_model_is_not_among_the_parts(worker):
     live = worker(["vendor:acme", "flagos"], both, has_sink=True)
     candidates = live.fl_candidates()["attention_backend"]
     assert candidates["available"][0] == "default.flagos"
+    assert candidates["serves"]
+    assert candidates["unable"]["vendor.acme"] == "attention sinks not supported"
     assert candidates["live"] == [
         "default.flagos", "vendor.second", "decode:default.flagos+prefill:vendor.second",
         "decode:vendor.second+prefill:default.flagos",
     ]  # fmt: skip
     with pytest.raises(NotRebindable, match=r"vendor.acme for .*attention sinks not supported"):
         set_orders(live, ["vendor:acme", "flagos"])
+
+
+def test_what_serves_in_place_of_the_first_choice_is_the_default(worker):
+    """Also where it cannot be chosen anew, as plain PyTorch cannot."""
+    both = {"default.flagos": Other, "reference.torch": One}
+    engine = worker(["flagos", "reference"], both, has_sink=True)
+    assert engine.model_runner.backend.__name__ == "One"
+    candidates = engine.fl_candidates()["attention_backend"]
+    assert candidates["available"][:2] == ["reference.torch", "default.flagos"]
+    assert (candidates["live"], candidates["serves"]) == ([], True)
+    assert candidates["unable"] == {"default.flagos": "attention sinks not supported"}
 
 
 def test_live_choices_for_the_tuner(worker):

@@ -232,7 +232,10 @@ def test_what_runs_out_of_memory_alone_is_not_timed_and_not_excluded(timed, monk
 
 def test_plain_pytorch_attention_gets_no_engine_of_its_own(arena, monkeypatch):
     choices = ["vendor.acme", "vendor.other", "reference.torch"]
-    found = {"available": choices, "references": ["reference.torch"], "live": choices[:1]}
+    found = {
+        "available": choices, "references": ["reference.torch"], "live": choices[:1],
+        "unable": {}, "serves": True,
+    }  # fmt: skip
     candidates = {**arena.worker("fl_candidates"), "attention_backend": found}
     monkeypatch.setattr(WorkerExtensionFL, "fl_candidates", lambda self: candidates)
     bound = {"attention_backend": "vendor.acme"}
@@ -247,6 +250,34 @@ def test_plain_pytorch_attention_gets_no_engine_of_its_own(arena, monkeypatch):
         "reference.torch": "plain PyTorch, for which the engine would be restarted"
     }
     assert evidence.space().choices["attention_backend"] == ("vendor.acme", "vendor.other")
+
+
+def test_attention_that_cannot_serve_the_model_is_left_out_and_what_serves_is_pinned(
+    arena, monkeypatch
+):
+    choices = ["reference.torch", "vendor.acme", "vendor.other",
+               "decode:vendor.acme+prefill:vendor.other"]  # fmt: skip
+    found = {
+        "available": choices, "references": ["reference.torch"], "live": [],
+        "unable": {"vendor.acme": "no bfloat16"}, "serves": True,
+    }  # fmt: skip
+    candidates = {**arena.worker("fl_candidates"), "attention_backend": found}
+    monkeypatch.setattr(WorkerExtensionFL, "fl_candidates", lambda self: candidates)
+    policy, orders = WorkerExtensionFL.fl_set_policy, []
+
+    def set_policy(self, new):
+        orders.append(new["per_op_order"]["attention_backend"])
+        return {"bound": {**policy(self, new)["bound"], "attention_backend": "reference.torch"}}
+
+    monkeypatch.setattr(WorkerExtensionFL, "fl_set_policy", set_policy)
+    evidence, _ = gather(arena, 0.005, (), lambda text: None)
+    why = "vendor.acme cannot serve this model: no bfloat16"
+    assert evidence.operators["attention_backend"].excluded == dict.fromkeys(
+        ["vendor.acme", "decode:vendor.acme+prefill:vendor.other"], why
+    )
+    assert evidence.space().choices["attention_backend"] == ("reference.torch", "vendor.other")
+    assert orders
+    assert {tuple(order) for order in orders} == {("impl:reference.torch", "impl:vendor.other")}
 
 
 def test_what_only_choices_call_that_are_not_tried_is_left(arena, manager):

@@ -101,7 +101,7 @@ def evidence():
             ),
             "moe_sum": OperatorEvidence(("a", "b"), 0.001),
             "silu_and_mul": OperatorEvidence(("a",), 0.5),
-            "attention_backend": OperatorEvidence(("a", "b"), live=("a", "b")),
+            "attention_backend": OperatorEvidence(("a", "b"), live=("a", "b"), serves=True),
         }
     )  # fmt: skip
 

@@ -31,6 +31,8 @@ class OperatorEvidence:
         failed: those of the excluded that fail or do not agree with the reference.
         live: of an operator that is asked when the model is built, the choices among which a
             running engine can change.
+        serves: of such an operator, whether the default was seen to serve. Otherwise vLLM's own
+            does.
     """
 
     available: tuple[str, ...]
@@ -40,6 +42,7 @@ class OperatorEvidence:
     excluded: dict[str, str] = field(default_factory=dict)
     failed: tuple[str, ...] = ()
     live: tuple[str, ...] = ()
+    serves: bool = False
 
     @property
     def default(self) -> str:

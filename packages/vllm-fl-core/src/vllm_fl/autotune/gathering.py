@@ -18,6 +18,7 @@ from vllm_fl.autotune.evidence import (
 from vllm_fl.autotune.space import ASKED_ONCE, Configuration, orders, policy
 from vllm_fl.autotune.supervisor import TrialFailed
 from vllm_fl.dispatch.failure import is_out_of_memory
+from vllm_fl.dispatch.phases import split_choice
 
 TIMED_CALLS = 4
 """So many calls of an operator, those that take most of the time, are timed."""
@@ -70,12 +71,18 @@ class _Gathering:
             found = self.candidates[op]
             if found["available"] and (op in calls or (operators is None and op in ASKED_ONCE)):
                 spent = sum(entry[1] for entry in calls.get(op, {}).values())
-                self.evidence.operators[op] = OperatorEvidence(
+                entry = self.evidence.operators[op] = OperatorEvidence(
                     available=tuple(found["available"]),
                     share=spent / seconds,
                     calls=calls.get(op, {}),
                     live=tuple(found["live"]),
+                    serves=found["serves"],
                 )
+                for choice in entry.available[1:]:
+                    for impl in split_choice(op, choice).values():
+                        if impl in found["unable"]:
+                            why = f"{impl} cannot serve this model: {found['unable'][impl]}"
+                            entry.exclude_failed(choice, why)
         leave_at_default(self.evidence, self.least_share, self.keep)
         arena.policy_of = policies(self.evidence, arena.facts["policy"])
         arena.live = self.evidence.live
@@ -85,7 +92,7 @@ class _Gathering:
         for op in ASKED_ONCE & self.evidence.operators.keys():
             entry = self.evidence.operators[op]
             for impl in self.candidates[op]["references"]:
-                if impl != entry.default and impl not in entry.live:
+                if impl not in (entry.default, *entry.live, *entry.excluded):
                     entry.excluded[impl] = "plain PyTorch, for which the engine would be restarted"
 
     def time(self, choices: Mapping[str, Sequence[str]], under: Configuration) -> None:
@@ -286,9 +293,9 @@ def policies(
 ) -> Callable[[Configuration], dict[str, Any]]:
     """Return what makes the policy of a configuration out of the settings' own policy.
 
-    The default of what is asked once is named, too: it is what could serve, which need not be
-    first in the settings' order.
+    The default of what is asked once is named, too, if it serves: it is what could, which need not
+    be first in the settings' order.
     """
     space, usable = evidence.wide_space(), evidence.usable
-    named = {op: evidence.operators[op].default for op in evidence.live}
+    named = {op: entry.default for op, entry in evidence.operators.items() if entry.serves}
     return lambda configuration: policy(base, orders(space, usable, configuration, named))

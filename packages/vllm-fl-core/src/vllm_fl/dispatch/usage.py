@@ -18,11 +18,14 @@ class Usage:
 
     Attributes:
         impl_ids: operator, with its phase where phases differ -> ids of what was noted for it.
+        unable: operator that is asked when the model is built -> implementation id -> why it cannot
+            serve the model.
         oplist: the file of VLLM_FL_OPLIST; None for none.
     """
 
     def __init__(self) -> None:
         self.impl_ids: dict[str, set[str]] = {}
+        self.unable: dict[str, dict[str, str]] = {}
         self.oplist: OpList | None = None
         self._serving: dict[str, dict[str, OpImpl]] = {}
         self._lock = threading.Lock()

@@ -100,6 +100,11 @@ class _Selection:
         """Note why a choice is refused, for the message, each once; ``more`` describes it there."""
         self.refusals[choice, why] = f"  {choice}{more}: {why}"
 
+    def refuse_for_model(self, impl: OpImpl, why: str, more: str = "") -> None:
+        """Refuse an implementation that cannot serve the layers, and keep why for the tuner."""
+        self.refuse(impl.impl_id, why, more)
+        get_default_manager().usage.unable.setdefault(OPERATOR, {})[impl.impl_id] = why
+
     def candidates(self, ranking: Ranking, strict: bool) -> Iterator[_Candidate]:
         """Yield the implementations whose class accepts the configuration, in order.
 
@@ -128,14 +133,14 @@ class _Selection:
             except Exception as error:
                 if strict:
                     raise
-                self.refuse(impl.impl_id, f"{type(error).__name__}: {error}")
+                self.refuse_for_model(impl, f"{type(error).__name__}: {error}")
                 logger.warning("%s of %s failed: %r", impl.impl_id, OPERATOR, error)
                 continue
             if problems:
                 why = "; ".join(problems)
                 if (impl.impl_id, why) not in self.refusals:
                     logger.info("Attention is not by %s: %s", impl.impl_id, why)
-                self.refuse(impl.impl_id, why, f" ({backend.get_name()}, {reference})")
+                self.refuse_for_model(impl, why, f" ({backend.get_name()}, {reference})")
                 continue
             yield _Candidate(impl, backend, str(reference).replace(":", "."))
 

@@ -56,7 +56,9 @@ class TuningMethods:
 
         Where implementations may differ by phase, pairs that go together are choices, too. Orders
         of single operators and strictness are left aside; vendors and lists count. "live" are the
-        choices that this engine's attention can be re-bound to.
+        choices that this engine's attention can be re-bound to; "unable" says why implementations
+        cannot serve the model, as far as they were asked when it was built; "serves" is whether
+        the first one does.
         """
         worker: Any = self
         manager, policy = get_default_manager(), state.get_global_policy()
@@ -73,6 +75,8 @@ class TuningMethods:
             found[op_name] = {
                 "available": list(ids),
                 "live": live_attention.among(choices, ids) if spec.phases else [],
+                "serves": bool(manager.usage.serving(op_name)),
+                "unable": manager.usage.unable.get(op_name, {}),
                 "references": [
                     impl.impl_id for impl in ranking.order if impl.kind.value == "reference"
                 ],
@@ -143,11 +147,18 @@ class TuningMethods:
 
 
 def chosen() -> dict[str, str]:
-    """Return operator -> the implementation in force, or those of the phases in one text."""
+    """Return operator -> the implementation in force, or those of the phases in one text.
+
+    That is the policy's first choice, but of what is asked when the model is built what serves.
+    """
     manager = get_default_manager()
     rankings = {op_name: manager.rank_by_phase(op_name) for op_name in CATALOGUE}
-    return {
-        op_name: join_choice({phase: r.order[0].impl_id for phase, r in by_phase.items()})
+    impls = {
+        op_name: manager.usage.serving(op_name) or {p: r.order[0] for p, r in by_phase.items()}
         for op_name, by_phase in rankings.items()
         if all(ranking.order for ranking in by_phase.values())
+    }
+    return {
+        op_name: join_choice({phase: impl.impl_id for phase, impl in by_phase.items()})
+        for op_name, by_phase in impls.items()
     }

@@ -12,6 +12,10 @@ import pytest
 from vllm_fl import autotune
 from vllm_fl.cli import main
 
+pytest.importorskip("optuna")
+pytest.importorskip("tqdm")
+pytest.importorskip("jinja2")
+
 FOUND = {
     "interrupted": False, "undecided": "", "trials": [], "size": 2, "rate": None, "space": {},
     "evidence": {"operators": {}, "left": {}}, "study": "s", "storage": "", "facts": None,

@@ -13,7 +13,7 @@ import time
 import pytest
 from modelled import PLANTED, THROUGHPUT, ModelledArena, search
 
-from vllm_fl.autotune import implementations, report
+from vllm_fl.autotune import implementations
 from vllm_fl.autotune import workload as workloads
 from vllm_fl.autotune.agreement import Continuation
 from vllm_fl.autotune.arena import Costs
@@ -280,6 +280,9 @@ def test_what_there_is_no_time_to_restart_engines_for_is_named(choices, says):
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_what_restarts_left_out_beside_other_trials_is_named(fits):
+    pytest.importorskip("jinja2")
+    from vllm_fl.autotune import report
+
     tuner = ModelledTuner(Options("m", trials=9, seconds=110.0))
     times = {"silu_and_mul": {"a": 0.1, "b": 0.1}, "attention_backend": {"a": 0.1, "b": 0.1}}
     tuner.arena = Restarted(times)

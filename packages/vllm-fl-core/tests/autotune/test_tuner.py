@@ -190,31 +190,37 @@ def test_what_a_module_named_by_hand_registers_is_known_by_it(tmp_path, monkeypa
         discovery.clear_discovered_plugins()
 
 
+@contextlib.contextmanager
 def opened(folder, resume, told=None):
     tuner = Tuner(
         Options("m", storage=f"sqlite:///{folder / 'study.db'}", resume=resume),
         tell=(told if told is not None else []).append,
     )
     with open_storage(tuner.options.storage) as tuner._storage:
-        return tuner, tuner._open()
+        yield tuner, tuner._open()
 
 
 def test_a_study_that_holds_nothing_is_begun_again(tmp_path):
-    tuner, study = opened(tmp_path, resume=False)
-    tuner._note_costs(study, Costs(starts=[1.0]))
-    _, again = opened(tmp_path, resume=False)
-    assert again.study_name == study.study_name
-    again.set_user_attr("evidence", {"operators": {}, "left": {}})
-    with pytest.raises(ConfigError, match="holds this study already"):
-        opened(tmp_path, resume=False)
+    with opened(tmp_path, resume=False) as (tuner, study):
+        tuner._note_costs(study, Costs(starts=[1.0]))
+        name = study.study_name
+    with opened(tmp_path, resume=False) as (_, again):
+        assert again.study_name == name
+        again.set_user_attr("evidence", {"operators": {}, "left": {}})
+    with (
+        pytest.raises(ConfigError, match="holds this study already"),
+        opened(tmp_path, resume=False),
+    ):
+        pass
 
 
 def test_to_resume_what_there_is_not_begins_and_says_so(tmp_path):
     told = []
-    _, study = opened(tmp_path, True, told)
+    with opened(tmp_path, True, told) as (_, study):
+        name = study.study_name
     assert told == ["--resume: the storage holds no such study; a new one begins"]
-    _, again = opened(tmp_path, True, told)
-    assert again.study_name == study.study_name
+    with opened(tmp_path, True, told) as (_, again):
+        assert again.study_name == name
     assert len(told) == 1
 
 
